@@ -1,0 +1,31 @@
+"""pgtrickle keeps stream tables fresh: PostgreSQL tables defined by a query and maintained incrementally.
+
+The public names are resolved on first use, so that `import pgtrickle` loads neither a database driver nor Spark.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pgtrickle.api import Database, RefreshResult, StreamTable, connect
+
+__version__ = "0.1.0"
+
+__all__ = ["Database", "RefreshResult", "StreamTable", "__version__", "connect"]
+
+_FROM_API = frozenset({"Database", "RefreshResult", "StreamTable", "connect"})
+
+
+def __getattr__(name: str) -> object:
+    if name not in _FROM_API:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pgtrickle import api
+
+    value: object = getattr(api, name)
+    globals()[name] = value  # the next access no longer comes here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | _FROM_API)

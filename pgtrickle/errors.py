@@ -1,0 +1,86 @@
+"""Every error that a user can meet: each names the object and the reason, and its hint says what to do."""
+
+from __future__ import annotations
+
+
+class PgtrickleError(Exception):
+    """The base of all errors raised on purpose by pgtrickle."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        # Both go to Exception too: an error then survives pickling on its way from another process.
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\nHINT: {self.hint}"
+
+
+class InstallError(PgtrickleError):
+    """The catalog could not be installed, upgraded or removed; the database is as it was before."""
+
+
+class NotInstalledError(PgtrickleError):
+    """The database has no pgtrickle catalog, or one of a version this release cannot work with."""
+
+
+class UnsupportedServerError(PgtrickleError):
+    """The server's version, or the kind of server, is not one that pgtrickle works with."""
+
+
+class ExtensionPresentError(PgtrickleError):
+    """The pg_trickle extension is installed in this database and owns the names that pgtrickle would use."""
+
+
+class InvalidQueryError(PgtrickleError):
+    """PostgreSQL refuses the defining query, or its result cannot be a table."""
+
+
+class NotDifferentiableError(PgtrickleError):
+    """The query was to be maintained differentially, but a part of it can only be refreshed in full.
+
+    `reason` says why, `fragment` is that part of the query.
+    """
+
+    def __init__(
+        self, message: str, hint: str | None = None, *, reason: str | None = None, fragment: str | None = None
+    ) -> None:
+        super().__init__(message, hint)
+        self.reason = message if reason is None else reason
+        self.fragment = fragment
+
+
+class StreamTableExistsError(PgtrickleError):
+    """A stream table, or another relation, already has that name."""
+
+
+class StreamTableNotFoundError(PgtrickleError):
+    """There is no stream table of that name."""
+
+
+class PrivilegeError(PgtrickleError):
+    """A role lacks a right that the operation needs."""
+
+
+class ConnectionFailedError(PgtrickleError):
+    """The database could not be reached, or refused the login."""
+
+
+class RefreshError(PgtrickleError):
+    """A refresh failed; the stream table still holds what the last successful one left."""
+
+
+class RefreshConflictError(RefreshError):
+    """Another process refreshes the stream table, or took it over while this one was at work."""
+
+
+class SourceChangedError(RefreshError):
+    """A source was altered, replaced or dropped so that the stream table cannot be maintained as it stands."""
+
+
+class JavaMissingError(PgtrickleError):
+    """Spark needs a Java runtime, and there is none or it is too old."""
+
+
+class EmbeddedServerError(PgtrickleError):
+    """The embedded PostgreSQL of the demo and the tests could not be set up, started or stopped."""

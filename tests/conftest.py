@@ -1,0 +1,54 @@
+"""Fixtures for all tests: a real server per pytest process, a fresh database per test."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from pgtrickle.embedded.binaries import ServerVersion
+from pgtrickle.embedded.server import EmbeddedServer
+from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
+
+VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--pg", choices=sorted(VERSIONS), default="18", help="major version of PostgreSQL (default: 18)")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"PostgreSQL: {config.getoption('--pg')}"
+
+
+@pytest.fixture(scope="session")
+def pg_version(pytestconfig: pytest.Config) -> ServerVersion:
+    return VERSIONS[pytestconfig.getoption("--pg")]
+
+
+@pytest.fixture(scope="session")
+def server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
+    # Not pytest's own temporary directory: a later pytest run would close it to the account that runs the server.
+    base = Path(tempfile.mkdtemp(prefix="pgtrickle-test-"))
+    try:
+        with EmbeddedServer(base / "data", version=pg_version, settings=SERVER_SETTINGS) as running:
+            prepare_server(running)
+            yield running
+    finally:
+        shutil.rmtree(base)
+
+
+@pytest.fixture
+def database(server: EmbeddedServer, request: pytest.FixtureRequest) -> Iterator[TestDatabase]:
+    with fresh_database(server, request.node.name) as fresh:
+        yield fresh
+
+
+@pytest.fixture
+def conn(database: TestDatabase) -> Iterator[psycopg.Connection]:
+    with psycopg.connect(database.dsn, autocommit=True) as connection:
+        yield connection

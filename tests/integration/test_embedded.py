@@ -1,0 +1,126 @@
+"""The embedded server starts, restarts, dies and recovers; the fixtures give ordinary roles and fresh databases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+
+from pgtrickle.embedded.binaries import ServerVersion
+from pgtrickle.embedded.server import EmbeddedServer
+from pgtrickle.errors import EmbeddedServerError
+from tests.support.database import TestDatabase, fresh_database
+
+pytestmark = pytest.mark.pgversions
+
+QUICK = {"fsync": "off"}
+
+
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory: pytest.TempPathFactory, pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
+    """One that these tests may restart and kill, under a directory that only its owner could enter before."""
+    closed = tmp_path_factory.mktemp("closed")
+    closed.chmod(0o700)
+    with EmbeddedServer(closed / "data", version=pg_version, settings={**QUICK, "work_mem": "5MB"}) as running:
+        yield running
+
+
+def fetch_value(dsn: str, query: str) -> object:
+    with psycopg.connect(dsn) as conn:
+        row = conn.execute(query).fetchone()
+        assert row is not None
+        value: object = row[0]
+        return value
+
+
+def test_version_is_the_wanted_one(server: EmbeddedServer, pg_version: ServerVersion) -> None:
+    assert int(str(fetch_value(server.dsn(), "SHOW server_version_num"))) // 10000 == pg_version == server.version
+
+
+def test_settings_reach_the_server(own_server: EmbeddedServer) -> None:
+    assert fetch_value(own_server.dsn(), "SHOW work_mem") == "5MB"
+
+
+def test_socket_and_tcp_reach_the_same_server(own_server: EmbeddedServer) -> None:
+    over_socket = f"host={own_server.socket_dir} port={own_server.port} user=postgres dbname=postgres"
+    query = "SELECT pg_postmaster_start_time()"
+    assert fetch_value(over_socket, query) == fetch_value(own_server.dsn(), query)
+
+
+def test_restart_keeps_port_and_data(own_server: EmbeddedServer) -> None:
+    dsn = own_server.dsn()
+    with psycopg.connect(dsn) as conn:
+        conn.execute("CREATE TABLE kept_by_restart AS SELECT 1 AS x")
+    started = fetch_value(dsn, "SELECT pg_postmaster_start_time()")
+    own_server.restart()
+    assert own_server.dsn() == dsn
+    assert fetch_value(dsn, "SELECT x FROM kept_by_restart") == 1
+    assert fetch_value(dsn, "SELECT pg_postmaster_start_time()") != started
+
+
+def test_kill_ends_every_process_and_the_next_start_recovers(own_server: EmbeddedServer) -> None:
+    with psycopg.connect(own_server.dsn()) as conn:
+        conn.execute("CREATE TABLE kept_by_kill AS SELECT 1 AS x")
+    victim = psycopg.connect(own_server.dsn())
+    backend = psutil.Process(victim.info.backend_pid)
+    own_server.kill()
+    assert not own_server.is_running
+    assert not backend.is_running() or backend.status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(psycopg.OperationalError):
+        victim.execute("SELECT 1")
+    victim.close()
+    own_server.start()
+    assert fetch_value(own_server.dsn(), "SELECT x FROM kept_by_kill") == 1
+    assert "automatic recovery in progress" in own_server.log_path.read_text()
+
+
+def test_failed_start_tells_the_reason(tmp_path: Path, pg_version: ServerVersion) -> None:
+    broken = EmbeddedServer(tmp_path / "data", version=pg_version, settings={**QUICK, "no_such_setting": "1"})
+    with pytest.raises(EmbeddedServerError, match="no_such_setting"):
+        broken.start()
+    assert not broken.is_running
+
+
+def test_used_port_is_refused(tmp_path: Path, pg_version: ServerVersion, server: EmbeddedServer) -> None:
+    second = EmbeddedServer(tmp_path / "data", version=pg_version, settings=QUICK, port=server.port)
+    with pytest.raises(EmbeddedServerError, match="Address already in use"):
+        second.start()
+
+
+def test_foreign_directory_is_refused(tmp_path: Path, pg_version: ServerVersion) -> None:
+    (tmp_path / "photo.jpg").touch()
+    with pytest.raises(EmbeddedServerError, match="not empty"):
+        EmbeddedServer(tmp_path, version=pg_version).start()
+
+
+def test_database_belongs_to_an_ordinary_role(database: TestDatabase, conn: psycopg.Connection) -> None:
+    row = conn.execute(
+        "SELECT current_user, rolsuper, rolcreaterole, pg_get_userbyid(datdba)"
+        " FROM pg_roles, pg_database WHERE rolname = current_user AND datname = current_database()"
+    ).fetchone()
+    assert row == ("app", False, False, "app")
+    conn.execute("CREATE TABLE t (x int)")
+    assert conn.info.dbname == database.name
+
+
+def test_database_and_roles_are_gone_afterwards(server: EmbeddedServer) -> None:
+    with fresh_database(server) as database:
+        owner = database.create_role("owner")
+        other = database.create_role("other")
+        with psycopg.connect(database.dsn) as conn:
+            conn.execute(f"GRANT CREATE ON SCHEMA public TO {owner}")
+        with psycopg.connect(database.dsn_as(owner)) as conn:
+            conn.execute("CREATE TABLE t (x int)")
+            conn.execute(f"GRANT SELECT ON t TO {other}")
+        forgotten = psycopg.connect(database.dsn)
+        forgotten.execute("SELECT 1")
+        prepared = psycopg.connect(database.dsn_as(owner))
+        prepared.execute("INSERT INTO t VALUES (1)")
+        prepared.execute("PREPARE TRANSACTION 'forgotten'")
+        prepared.close()
+    forgotten.close()
+    gone = "SELECT count(*) FROM pg_roles r FULL JOIN pg_database d ON false WHERE rolname = '{}' OR datname = '{}'"
+    assert fetch_value(server.dsn(), gone.format(owner, database.name)) == 0

@@ -1,0 +1,115 @@
+"""A database of its own for every test, and the ordinary roles that work in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+
+from pgtrickle.embedded.server import EmbeddedServer
+
+APP_ROLE = "app"
+
+SERVER_SETTINGS = {
+    "fsync": "off",
+    "max_prepared_transactions": "20",
+    "max_connections": "200",
+    "log_statement": "none",
+    "wal_level": "logical",
+    "lc_messages": "C",
+}
+
+
+@dataclass(frozen=True)
+class TestDatabase:
+    """A fresh database owned by the ordinary role `app`, dropped with its roles after the test."""
+
+    __test__: ClassVar[bool] = False  # the name is not pytest's business
+
+    server: EmbeddedServer
+    name: str
+    _roles: list[str] = field(default_factory=list, repr=False)
+
+    @property
+    def dsn(self) -> str:
+        """As `app`, the owner."""
+        return self.dsn_as(APP_ROLE)
+
+    @property
+    def superuser_dsn(self) -> str:
+        return self.server.dsn(self.name)
+
+    def dsn_as(self, role: str) -> str:
+        return self.server.dsn(self.name, role)
+
+    def create_role(self, name: str) -> str:
+        """Create an ordinary login role and return its name, which is `name` with a suffix of this test's own.
+
+        Roles belong to the whole server, so a plain `owner` of one test would meet the `owner` of another.
+        """
+        role = f"{name}_{self.name.rpartition('_')[2]}"
+        with psycopg.connect(self.superuser_dsn, autocommit=True) as conn:
+            _create_ordinary_role(conn, role)
+        self._roles.append(role)
+        return role
+
+
+def prepare_server(server: EmbeddedServer) -> None:
+    """Create what all tests share: the role `app`."""
+    with psycopg.connect(server.dsn(), autocommit=True) as conn:
+        _create_ordinary_role(conn, APP_ROLE)
+
+
+@contextmanager
+def fresh_database(server: EmbeddedServer, hint: str = "test") -> Iterator[TestDatabase]:
+    """A new database for the duration of the block; `hint` makes its name recognisable in logs."""
+    readable = re.sub(r"\W", "_", hint)[:40]
+    database = TestDatabase(server, f"{readable}_{uuid4().hex[:8]}")
+    with psycopg.connect(server.dsn(), autocommit=True) as conn:
+        # template0 takes no connections, so nobody can be in the way of the copy.
+        conn.execute(
+            sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE template0").format(
+                sql.Identifier(database.name), sql.Identifier(APP_ROLE)
+            )
+        )
+    try:
+        yield database
+    finally:
+        if not server.is_running:  # a test that killed it and failed before its restart
+            server.start()
+        _release(database)
+        with psycopg.connect(server.dsn(), autocommit=True) as conn:
+            conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(database.name)))
+            for role in database._roles:
+                conn.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
+
+
+def _release(database: TestDatabase) -> None:
+    """Remove what even FORCE does not: prepared transactions and subscriptions that a failed test left."""
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
+        prepared = conn.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()").fetchall()
+        for (gid,) in prepared:
+            conn.execute(sql.SQL("ROLLBACK PREPARED {}").format(sql.Literal(gid)))
+        subscriptions = conn.execute(
+            "SELECT subname FROM pg_subscription s JOIN pg_database d ON d.oid = s.subdbid"
+            " WHERE d.datname = current_database()"
+        ).fetchall()
+        for (name,) in subscriptions:
+            subscription = sql.Identifier(name)
+            conn.execute(sql.SQL("ALTER SUBSCRIPTION {} DISABLE").format(subscription))
+            conn.execute(sql.SQL("ALTER SUBSCRIPTION {} SET (slot_name = NONE)").format(subscription))
+            conn.execute(sql.SQL("DROP SUBSCRIPTION {}").format(subscription))
+
+
+def _create_ordinary_role(conn: psycopg.Connection, role: str) -> None:
+    conn.execute(
+        sql.SQL("CREATE ROLE {} LOGIN NOSUPERUSER NOCREATEROLE NOCREATEDB NOREPLICATION NOBYPASSRLS").format(
+            sql.Identifier(role)
+        )
+    )
