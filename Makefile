@@ -1,0 +1,49 @@
+# Everything from a fresh clone: the first target that needs it creates .venv and installs what pyproject.toml pins.
+# PYTHON chooses the interpreter (3.11 or newer), JAVA_HOME the Java runtime (17 or newer).
+
+PYTHON ?= $(shell scripts/find-python)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+
+export PYSPARK_PYTHON := $(abspath $(BIN)/python)
+export PYSPARK_DRIVER_PYTHON := $(PYSPARK_PYTHON)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long lint bench clean java
+
+help: ## Show what there is
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml
+	@scripts/find-python --check "$(PYTHON)"
+	"$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+java:
+	@scripts/check-java
+
+demo: $(STAMP) java ## Run the demonstration: embedded PostgreSQL, Spark, a minute of changes
+	$(BIN)/pgtrickle demo
+
+lint: $(STAMP) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint java ## Check style and types, then run all tests that take seconds, on PostgreSQL 18, 16 and 15
+	$(PYTEST) -n $(WORKERS) --dist loadfile
+	scripts/test-versions $(PYTEST) -n $(WORKERS) --dist loadfile
+
+test-long: $(STAMP) java ## Run the tests that take minutes
+	$(PYTEST) -m long
+
+bench: $(STAMP) java ## Measure, print the table, write the plot
+	$(BIN)/python -m bench
+
+clean: ## Remove everything that make created
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache spark-warehouse metastore_db derby.log
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
