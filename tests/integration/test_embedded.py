@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
@@ -77,6 +80,29 @@ def test_kill_ends_every_process_and_the_next_start_recovers(own_server: Embedde
     assert "automatic recovery in progress" in own_server.log_path.read_text()
 
 
+def test_exit_of_the_program_stops_the_server(tmp_path: Path, pg_version: ServerVersion) -> None:
+    program = (
+        "import sys; from pathlib import Path; from pgtrickle.embedded.server import EmbeddedServer\n"
+        "server = EmbeddedServer(Path(sys.argv[1]), version=int(sys.argv[2]), settings={'fsync': 'off'})\n"
+        "server.start(); print(server._process.pid); sys.exit(3)"
+    )
+    data_dir = tmp_path / "data"
+    ended = subprocess.run([sys.executable, "-c", program, data_dir, str(pg_version)], capture_output=True, text=True)
+    assert ended.returncode == 3, ended.stderr
+    assert not psutil.pid_exists(int(ended.stdout))
+    assert not (data_dir / "postmaster.pid").exists()
+
+
+def test_directory_too_long_for_a_socket_gets_another_one(tmp_path: Path, pg_version: ServerVersion) -> None:
+    data_dir = tmp_path / ("long" * 20) / "it's data"
+    with EmbeddedServer(data_dir, version=pg_version, settings=QUICK) as running:
+        socket_dir = running.socket_dir
+        assert socket_dir != data_dir
+        over_socket = make_conninfo(host=str(socket_dir), port=running.port, user="postgres", dbname="postgres")
+        assert fetch_value(over_socket, "SHOW data_directory") == str(data_dir)
+    assert not socket_dir.exists()
+
+
 def test_failed_start_tells_the_reason(tmp_path: Path, pg_version: ServerVersion) -> None:
     broken = EmbeddedServer(tmp_path / "data", version=pg_version, settings={**QUICK, "no_such_setting": "1"})
     with pytest.raises(EmbeddedServerError, match="no_such_setting"):
@@ -88,6 +114,12 @@ def test_used_port_is_refused(tmp_path: Path, pg_version: ServerVersion, server:
     second = EmbeddedServer(tmp_path / "data", version=pg_version, settings=QUICK, port=server.port)
     with pytest.raises(EmbeddedServerError, match="Address already in use"):
         second.start()
+
+
+def test_directory_of_another_version_is_refused(server: EmbeddedServer, pg_version: ServerVersion) -> None:
+    other: ServerVersion = 18 if pg_version == 16 else 16
+    with pytest.raises(EmbeddedServerError, match=f"belongs to PostgreSQL {pg_version}, not {other}"):
+        EmbeddedServer(server.data_dir, version=other).start()
 
 
 def test_foreign_directory_is_refused(tmp_path: Path, pg_version: ServerVersion) -> None:
