@@ -33,6 +33,14 @@ def find_binaries(version: ServerVersion) -> Path:
     )
 
 
+def needed_directories(binaries: Path) -> list[Path]:
+    """The directories whose files the programs load: their installation, and the wheel's shared libraries beside it."""
+    installation = binaries.parent
+    package = installation.parent
+    libraries = package.with_name(f"{package.name}.libs")
+    return [installation, libraries] if libraries.is_dir() else [installation]
+
+
 def _wheel_binaries(version: int) -> Path:
     with warnings.catch_warnings():
         # Importing the package warns about an unset XDG_RUNTIME_DIR, which only its own server class would use.

@@ -19,7 +19,7 @@ from urllib.parse import quote
 import psutil
 
 from pgtrickle.embedded.account import hand_over, make_reachable, make_readable, server_account
-from pgtrickle.embedded.binaries import ServerVersion, find_binaries
+from pgtrickle.embedded.binaries import ServerVersion, find_binaries, needed_directories
 from pgtrickle.errors import EmbeddedServerError
 
 HOST = "127.0.0.1"
@@ -160,7 +160,8 @@ class EmbeddedServer:
                     f"Start it with version={found}, or use another directory.",
                 )
             return
-        make_readable(self._binaries.parent, self._account)
+        for directory in needed_directories(self._binaries):
+            make_readable(directory, self._account)
         hand_over(self.data_dir, self._account)
         self.data_dir.chmod(0o700)
         options = ["--username=postgres", "--auth=trust", "--encoding=UTF8", "--locale=C.UTF-8"]
@@ -173,7 +174,7 @@ class EmbeddedServer:
             raise EmbeddedServerError(
                 f"initdb of PostgreSQL {self.version} failed in {self.data_dir}:\n"
                 f"{output.decode(errors='replace').strip()}",
-                "Use an empty or new directory.",
+                "The directory must be new or empty, and the programs of PostgreSQL must run on this machine.",
             )
         with (self.data_dir / "postgresql.conf").open("a") as config:
             config.write(f"\ninclude '{self._config_path.name}'\n")
