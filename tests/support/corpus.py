@@ -1,0 +1,60 @@
+"""The corpus: queries as data files over one small schema, each with the mode AUTO is expected to choose."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Mode = Literal["DIFFERENTIAL", "FULL"]
+
+_ROOT = Path(__file__).parent.parent / "fixtures" / "corpus"
+_HEADER = re.compile(r"^-- (name|mode|by_value): (.+)$")
+
+SCHEMA_SQL: str = (_ROOT / "schema.sql").read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class CorpusQuery:
+    """One query of the corpus; `operator` is the name of its file."""
+
+    name: str
+    sql: str
+    operator: str
+    mode: Mode
+    by_value: frozenset[str]
+    """Columns that hold keys, minima or maxima of a type whose `=` is not identity (1.5 and 1.50)."""
+
+
+def load_corpus() -> list[CorpusQuery]:
+    """All queries, in the order of file name and position."""
+    queries = [query for path in sorted((_ROOT / "queries").glob("*.sql")) for query in _read_file(path)]
+    names = [query.name for query in queries]
+    if len(set(names)) != len(names):
+        raise ValueError(f"corpus names are not unique: {sorted({n for n in names if names.count(n) > 1})}")
+    return queries
+
+
+def _read_file(path: Path) -> list[CorpusQuery]:
+    blocks = re.split(r"^(?=-- name: )", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    # What stands before the first header tells readers what the file is about.
+    return [_read_block(block, path) for block in blocks if block.startswith("-- name: ")]
+
+
+def _read_block(block: str, path: Path) -> CorpusQuery:
+    headers: dict[str, str] = {}
+    lines = block.strip().splitlines()
+    while lines and (match := _HEADER.match(lines[0])):
+        headers[match[1]] = match[2].strip()
+        lines.pop(0)
+    sql = "\n".join(lines).strip()
+    if not sql.endswith(";") or sql.count(";") != 1:
+        raise ValueError(f"{path.name}: {headers['name']} must be one statement that ends with ';'")
+    by_value = frozenset(column.strip() for column in headers.get("by_value", "").split(",") if column.strip())
+    return CorpusQuery(headers["name"], sql[:-1], path.stem, _mode(headers.get("mode", "DIFFERENTIAL")), by_value)
+
+
+def _mode(text: str) -> Mode:
+    match text:
+        case "DIFFERENTIAL" | "FULL":
+            return text
+    raise ValueError(f"unknown mode in the corpus: {text}")
