@@ -1,0 +1,1 @@
+"""What pgtrickle keeps in a database: the SQL scripts, and their installation."""

@@ -1,0 +1,259 @@
+"""Install, upgrade and remove the catalog: each in one transaction, repeatable, as an ordinary role."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from pgtrickle import __version__
+from pgtrickle.errors import (
+    ExtensionPresentError,
+    InstallError,
+    NotInstalledError,
+    PrivilegeError,
+    UnsupportedServerError,
+)
+
+Connection = psycopg.Connection[Any]
+
+OLDEST_SERVER = 15
+SCHEMAS = ("pgtrickle", "pgtrickle_changes", "pgtrickle_views")
+
+# Any constant does, as long as every release takes the same one.
+_INSTALL_LOCK = 7_165_342_811
+
+
+def install(conn: Connection, *, service_role: str | None = None, target: int | None = None) -> int:
+    """Create the catalog, or bring an older one up to date, and return its version.
+
+    `service_role` is the login of the service: it may write the catalog and read the change buffers. It stays what it
+    was if not given, and is at first the installing role. `target` stops at an earlier version, for tests of upgrades.
+    """
+    _check_server(conn)
+    with _one_transaction(conn, "install"):
+        if installed_version(conn) is None:
+            _create_schemas(conn)
+        return _bring_up_to_date(conn, service_role, target)
+
+
+def upgrade(conn: Connection) -> int:
+    """Bring the catalog up to this release's version and return it."""
+    _check_server(conn)
+    with _one_transaction(conn, "upgrade"):
+        require_installed(conn)
+        return _bring_up_to_date(conn, None, None)
+
+
+def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
+    """Remove everything that pgtrickle created; stream tables stay as plain tables unless `drop_tables`.
+
+    Returned are the statements that remain to be run, each by the owner of the table it names.
+    """
+    with _one_transaction(conn, "uninstall"):
+        require_installed(conn)
+        _require_owner(conn)
+        _refuse_dependents(conn)
+        tables = _rows(
+            conn,
+            "SELECT n.nspname, c.relname, pg_has_role(c.relowner, 'USAGE')"
+            " FROM pgtrickle.pgt_stream_tables s JOIN pg_class c ON c.oid = s.pgt_relid"
+            " JOIN pg_namespace n ON n.oid = c.relnamespace ORDER BY s.pgt_id DESC",
+        )
+        # The triggers on other roles' tables go with the functions they call, whoever owns the tables.
+        ours = sql.SQL(", ").join(sql.Identifier(name) for name in SCHEMAS)
+        conn.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(ours))
+        remaining = []
+        for schema, name, may_drop in tables if drop_tables else []:
+            statement = sql.SQL("DROP TABLE {};").format(sql.Identifier(schema, name))
+            if may_drop:
+                conn.execute(statement)
+            else:
+                remaining.append(statement.as_string(conn))
+        return remaining
+
+
+def installed_version(conn: Connection) -> int | None:
+    """The version of the catalog in this database; None if there is none."""
+    if _value(conn, "SELECT to_regclass('pgtrickle.pgt_schema_version') IS NULL"):
+        return None
+    version: int | None = _value(conn, "SELECT max(version) FROM pgtrickle.pgt_schema_version")
+    return version
+
+
+def latest_version() -> int:
+    """The version of the catalog that this release works with."""
+    return max(number for number, _ in _migrations())
+
+
+def require_installed(conn: Connection) -> int:
+    """The installed version, or an error that says how to install."""
+    version = installed_version(conn)
+    if version is None:
+        raise NotInstalledError(f"Database {_database(conn)} has no pgtrickle catalog", "Run `pgtrickle install`.")
+    return version
+
+
+def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | None) -> int:
+    _require_owner(conn)
+    latest = latest_version()
+    version = installed_version(conn) or 0
+    if version > latest:
+        raise NotInstalledError(
+            f"The catalog in database {_database(conn)} has version {version}, and this release knows only {latest}",
+            "Use the release that installed it, or a newer one.",
+        )
+    for number, script in _migrations():
+        if version < number <= (target or latest):
+            _run(conn, script)
+            conn.execute("INSERT INTO pgtrickle.pgt_schema_version (version) VALUES (%s)", [number])
+            version = number
+    if version == latest:
+        # Bodies may name functions of later files.
+        _set_local(conn, "check_function_bodies", "off")
+        for script in _scripts("functions"):
+            _run(conn, script)
+        _set_local(conn, "check_function_bodies", "on")
+        _settle_service_role(conn, service_role)
+    return version
+
+
+def _settle_service_role(conn: Connection, service_role: str | None) -> None:
+    role = service_role or _value(conn, "SELECT coalesce(pgtrickle._service_role(), current_user)")
+    if _value(conn, "SELECT to_regrole(quote_ident(%s)) IS NULL", [role]):
+        raise InstallError(f"There is no role {role} to be the service's", "Create it first, as a login role.")
+    conn.execute("SELECT pgtrickle._grant_to_service(%s)", [role])
+    conn.execute(
+        "INSERT INTO pgtrickle.pgt_settings (name, value) VALUES ('release', %s)"
+        " ON CONFLICT (name) DO UPDATE SET value = excluded.value, set_at = now()",
+        [__version__],
+    )
+
+
+def _create_schemas(conn: Connection) -> None:
+    taken = [name for name in SCHEMAS if _value(conn, "SELECT to_regnamespace(%s) IS NOT NULL", [name])]
+    if taken:
+        raise InstallError(
+            f"Database {_database(conn)} already has a schema {', '.join(taken)} that pgtrickle did not create",
+            "Rename or drop it.",
+        )
+    for name in SCHEMAS:
+        conn.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
+    conn.execute(
+        "CREATE TABLE pgtrickle.pgt_schema_version ("
+        "version integer PRIMARY KEY, applied_at timestamptz NOT NULL DEFAULT now())"
+    )
+
+
+def _check_server(conn: Connection) -> None:
+    found = conn.info.server_version // 10000
+    if found < OLDEST_SERVER:
+        raise UnsupportedServerError(
+            f"The server of database {conn.info.dbname} is PostgreSQL {found}",
+            f"pgtrickle needs PostgreSQL {OLDEST_SERVER} or newer.",
+        )
+
+
+def _check_extension(conn: Connection) -> None:
+    if _value(conn, "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'pg_trickle')"):
+        raise ExtensionPresentError(
+            f"Database {_database(conn)} has the extension pg_trickle, which owns the names that pgtrickle would use",
+            "Run `DROP EXTENSION pg_trickle` first, or use another database.",
+        )
+
+
+def _require_owner(conn: Connection) -> None:
+    owner = _value(conn, "SELECT nspowner::regrole::text FROM pg_namespace WHERE nspname = 'pgtrickle'")
+    if not _value(conn, "SELECT pg_has_role(%s::regrole, 'USAGE')", [owner]):
+        raise PrivilegeError(
+            f"The catalog in database {_database(conn)} belongs to role {owner}",
+            f"Connect as {owner} and run it again.",
+        )
+
+
+def _refuse_dependents(conn: Connection) -> None:
+    """DROP … CASCADE would silently take the users' own views along."""
+    dependents = _rows(
+        conn,
+        "SELECT DISTINCT r.ev_class::regclass::text FROM pg_depend d"
+        " JOIN pg_rewrite r ON d.classid = 'pg_rewrite'::regclass AND r.oid = d.objid"
+        " JOIN pg_class v ON v.oid = r.ev_class"
+        " LEFT JOIN pg_class c ON d.refclassid = 'pg_class'::regclass AND c.oid = d.refobjid"
+        " LEFT JOIN pg_proc p ON d.refclassid = 'pg_proc'::regclass AND p.oid = d.refobjid"
+        " WHERE coalesce(c.relnamespace, p.pronamespace) = ANY (%(ours)s::text[]::regnamespace[])"
+        " AND v.relnamespace <> ALL (%(ours)s::text[]::regnamespace[])",
+        {"ours": list(SCHEMAS)},
+    )
+    if dependents:
+        raise InstallError(
+            f"These views use objects of pgtrickle: {', '.join(sorted(name for (name,) in dependents))}",
+            "Drop or change them first.",
+        )
+
+
+@contextmanager
+def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
+    """A transaction that no other installation runs beside; an error of PostgreSQL's says what could not be done."""
+    database = conn.info.dbname
+    try:
+        with conn.transaction():
+            conn.execute("SELECT pg_advisory_xact_lock(%s)", [_INSTALL_LOCK])
+            former = _value(conn, "SELECT current_setting('search_path')")
+            _set_local(conn, "search_path", "pg_catalog, pg_temp")
+            _check_extension(conn)
+            yield
+            # The caller's own transaction may go on after this.
+            _set_local(conn, "search_path", former)
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise PrivilegeError(
+            f"Could not {action} the catalog in database {database}: {_message(error)}",
+            f"The role needs the right to create schemas: GRANT CREATE ON DATABASE {database} TO {conn.info.user}.",
+        ) from error
+    except psycopg.Error as error:
+        raise InstallError(
+            f"Could not {action} the catalog in database {database}: {_message(error)}",
+            "Nothing was changed. Remove the cause and run it again.",
+        ) from error
+
+
+def _set_local(conn: Connection, name: str, value: str) -> None:
+    conn.execute("SELECT set_config(%s, %s, true)", [name, value])
+
+
+def _message(error: psycopg.Error) -> str:
+    return error.diag.message_primary or str(error)
+
+
+def _migrations() -> list[tuple[int, Traversable]]:
+    return [(int(script.name[:4]), script) for script in _scripts("migrations")]
+
+
+def _scripts(folder: str) -> list[Traversable]:
+    scripts = (files("pgtrickle.catalog") / "sql" / folder).iterdir()
+    return sorted((script for script in scripts if re.match(r"\d+_.*\.sql$", script.name)), key=lambda s: s.name)
+
+
+def _run(conn: Connection, script: Traversable) -> None:
+    # The scripts are part of the package, so their text is ours; without parameters several statements may be sent.
+    conn.execute(script.read_text(encoding="utf-8"))
+
+
+def _database(conn: Connection) -> str:
+    return str(_value(conn, "SELECT current_database()"))
+
+
+def _rows(conn: Connection, query: str, parameters: dict[str, Any] | None = None) -> list[tuple[Any, ...]]:
+    return conn.cursor(row_factory=tuple_row).execute(query, parameters).fetchall()
+
+
+def _value(conn: Connection, query: str, parameters: list[Any] | None = None) -> Any:
+    row = conn.cursor(row_factory=tuple_row).execute(query, parameters).fetchone()
+    assert row is not None
+    return row[0]
