@@ -1,0 +1,114 @@
+"""PostgreSQL's analysis of a query: relations, columns, types. The planner asks; PostgreSQL decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from typing import Any
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+from sqlglot import exp
+
+from pgtrickle.query.plan import Column, Relation, RelationColumn
+from pgtrickle.query.types import PgType
+
+_QUERIES = files("pgtrickle.catalog") / "queries"
+
+
+def load_query(name: str) -> sql.SQL:
+    """A query of ours, kept as SQL."""
+    return sql.SQL((_QUERIES / f"{name}.sql").read_text())  # type: ignore[arg-type]
+
+
+@dataclass
+class Analysis:
+    """Types and relations as the connected database has them. Types are asked for once."""
+
+    conn: psycopg.Connection[Any]
+    deterministic: bool = True  # no column read has a collation whose equality is not identity
+    _types: dict[tuple[int, int], PgType] = field(default_factory=dict)
+
+    def types(self, wanted: Sequence[tuple[int, int]]) -> list[PgType]:
+        """Types by OID and typmod."""
+        missing = [key for key in dict.fromkeys(wanted) if key not in self._types]
+        if missing:
+            with self.conn.cursor(row_factory=dict_row) as cursor:
+                cursor.execute(
+                    load_query("types"), {"oids": [oid for oid, _ in missing], "typmods": [mod for _, mod in missing]}
+                )
+                for row in cursor:
+                    self._types[missing[row["ord"] - 1]] = PgType(
+                        row["oid"], row["typmod"], row["name"], row["is_enum"], groupable=row["groupable"]
+                    )
+        return [self._types[key] for key in wanted]
+
+    def relations(self, view: int) -> dict[tuple[str, str], Relation]:
+        """Everything the view reads, by schema and name; the view itself included."""
+        with self.conn.cursor(row_factory=dict_row) as cursor:
+            rows = cursor.execute(load_query("relations"), {"view": view}).fetchall()
+            buffers = {
+                row["oid"]: row["relname"]
+                for row in cursor.execute(
+                    "SELECT t.source_relid::oid::bigint AS oid, c.relname FROM pgtrickle.pgt_change_tracking t"
+                    " JOIN pg_class c ON c.oid = t.buffer_relid"
+                )
+            }
+        columns = [item for row in rows for item in row["columns"] or []]
+        self.deterministic = all(item["deterministic"] for item in columns)
+        types = iter(self.types([(item["type"], item["typmod"]) for item in columns]))
+        result = {}
+        for row in rows:
+            fields = tuple(
+                RelationColumn(
+                    item["name"],
+                    item["attnum"],
+                    replace(next(types), deterministic=item["deterministic"]),
+                    item["not_null"],
+                    item["generated"],
+                )
+                for item in row["columns"] or []
+            )
+            result[row["schema"], row["name"]] = Relation(
+                row["oid"],
+                row["schema"],
+                row["name"],
+                row["kind"],
+                fields,
+                tuple(row["key"] or ()),
+                row["definition"],
+                buffers.get(row["oid"]),
+            )
+        return result
+
+    def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
+        """The types PostgreSQL gives to expressions over columns of known types."""
+        if not expressions:
+            return []
+        nulls = ", ".join(f"NULL::{column.type.name} AS {column.id}" for column in columns)
+        values = ", ".join(item.sql(dialect="postgres") for item in expressions)
+        grouped = f"SELECT {values} FROM (SELECT {nulls}) AS s LIMIT 0"
+        return self._describe(grouped)
+
+    def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:
+        """The column types of a set operation over branches of these types."""
+        selects = [", ".join(f"NULL::{type_.name}" for type_ in branch) for branch in branches]
+        return self._describe(" UNION ALL ".join(f"SELECT {items}" for items in selects) + " LIMIT 0")
+
+    def _describe(self, text: str) -> list[PgType]:
+        with self.conn.cursor() as cursor:
+            cursor.execute(sql.SQL(text))  # type: ignore[arg-type]
+            result = cursor.pgresult
+            assert result is not None
+            found = self.types([(result.ftype(i), result.fmod(i)) for i in range(result.nfields)])
+        return [replace(type_, deterministic=self.deterministic) for type_ in found]
+
+
+def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:
+    """The names of all aggregate functions the database knows."""
+    rows = conn.execute("SELECT DISTINCT proname FROM pg_proc WHERE prokind = 'a'").fetchall()
+    return frozenset(row[0] for row in rows)
+
+

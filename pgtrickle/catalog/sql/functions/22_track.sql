@@ -1,0 +1,134 @@
+-- The change buffer and the capture function of a source: created, widened, brought up to date.
+
+CREATE OR REPLACE FUNCTION pgtrickle._require_trigger_right(source regclass) RETURNS void
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    caller name := pgtrickle._caller();
+BEGIN
+    -- The service works through functions of the stream table's owner, whose rights are checked at the triggers.
+    IF NOT (has_table_privilege(caller, source, 'TRIGGER') OR pg_has_role(caller, current_user, 'MEMBER')
+            OR caller = pgtrickle._service_role()) THEN
+        RAISE EXCEPTION 'role % has no TRIGGER privilege on %', quote_ident(caller), source
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('Ask the owner of %s to run: GRANT TRIGGER ON %s TO %I;', source, source, caller);
+    END IF;
+END
+$$;
+
+-- Writes the function only if its text changed: plans that writers have cached stay valid otherwise.
+CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    capture text := 'pgtrickle_changes.capture_' || stable_name || '()';
+BEGIN
+    IF body = (SELECT prosrc FROM pg_proc WHERE oid = to_regprocedure(capture)) THEN
+        RETURN false;
+    END IF;
+    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
+                   ' SET search_path = pg_catalog, pg_temp AS %L', capture, body);
+    RETURN true;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._write_capture_function(text, text) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._forget_source(stable_name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+BEGIN
+    -- The triggers go with their function, whoever owns the table.
+    EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
+    EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I', 'changes_' || stable_name);
+    DELETE FROM pgtrickle_changes.pgt_markers AS m WHERE m.source_stable_name = stable_name;
+    DELETE FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name;
+    DELETE FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._forget_source(text) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    source_name text := (SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class AS c
+                         JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
+    stable_name text := pgtrickle.stable_hash(source_name);
+    buffer text := 'pgtrickle_changes.changes_' || stable_name;
+    taken_by oid;
+BEGIN
+    SELECT source_relid INTO taken_by FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
+    IF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) THEN
+        RAISE EXCEPTION '% cannot be tracked: the changes of %, which had that name before, are stored under it',
+                source, taken_by::regclass
+            USING ERRCODE = 'duplicate_object',
+                  HINT = format('Drop the stream tables that read %s, or give one of the two tables another name.',
+                                taken_by::regclass);
+    ELSIF taken_by IS NOT NULL THEN
+        PERFORM pgtrickle._forget_source(stable_name);
+    END IF;
+    EXECUTE format('CREATE TABLE %s (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL)', buffer);
+    EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
+    INSERT INTO pgtrickle.pgt_change_tracking (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
+    VALUES (source, stable_name, buffer::regclass, '{}', kind);
+    RETURN stable_name;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text) FROM PUBLIC;
+
+-- Makes buffer and capture function fit the source as it is now, with these columns among the tracked ones. The
+-- caller holds SHARE ROW EXCLUSIVE on the source, or its triggers are yet to come. Returns the source's stable name.
+CREATE OR REPLACE FUNCTION pgtrickle._track(source regclass, columns smallint[]) RETURNS text
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    kind text := pgtrickle._capture_kind(source);
+    tracking record;
+    wanted smallint[];
+    changes text[] := '{}';
+    col record;
+    lossy boolean := false;
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(source);
+    -- Two who begin on the same source: the second finds what the first made.
+    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.track ' || source::oid, 0));
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking WHERE source_relid = source) THEN
+        PERFORM pgtrickle._begin_tracking(source, kind);
+    END IF;
+    SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source FOR UPDATE;
+    wanted := pgtrickle._stored_columns(source, tracking.tracked_columns || columns);
+
+    FOR col IN
+        SELECT b.attname, w.attnum, CASE WHEN b.attnum IS NOT NULL THEN pgtrickle._buffer_type(b.attrelid, b.attnum) END AS has,
+               CASE WHEN w.attnum IS NOT NULL THEN pgtrickle._buffer_type(source, w.attnum) END AS needs
+        FROM unnest(wanted) AS w (attnum)
+        FULL JOIN (SELECT * FROM pg_attribute WHERE attrelid = tracking.buffer_relid AND attnum > 2 AND NOT attisdropped) AS b
+            ON b.attname = 'c' || w.attnum
+        ORDER BY w.attnum
+    LOOP
+        CONTINUE WHEN col.has = col.needs;
+        IF col.has IS NOT NULL THEN
+            changes := changes || format('DROP COLUMN %I', col.attname);
+            lossy := true;
+        END IF;
+        IF col.needs IS NOT NULL THEN
+            changes := changes || format('ADD COLUMN c%s %s', col.attnum, col.needs);
+        END IF;
+    END LOOP;
+    IF changes <> '{}' THEN
+        EXECUTE format('ALTER TABLE %s %s', tracking.buffer_relid, array_to_string(changes, ', '));
+    END IF;
+    IF lossy THEN
+        PERFORM pgtrickle._mark(tracking.source_stable_name, 'SCHEMA');
+    END IF;
+    IF kind <> tracking.capture_kind THEN
+        EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || tracking.source_stable_name);
+    END IF;
+    PERFORM pgtrickle._write_capture_function(
+        tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind));
+    IF (tracking.tracked_columns, tracking.capture_kind) IS DISTINCT FROM (wanted, kind) THEN
+        UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind WHERE source_relid = source;
+    END IF;
+    RETURN tracking.source_stable_name;
+END
+$$;

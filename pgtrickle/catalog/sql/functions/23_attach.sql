@@ -1,0 +1,174 @@
+-- The capture triggers, created with the rights of whoever creates the stream table.
+
+CREATE OR REPLACE FUNCTION pgtrickle._create_capture_trigger(relation regclass, operation text, stable_name text, kind text)
+RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s EXECUTE FUNCTION pgtrickle_changes.%I()',
+        'pgtrickle_capture_' || lower(operation) || '_' || stable_name, operation, relation,
+        CASE WHEN operation = 'TRUNCATE' THEN 'FOR EACH STATEMENT'
+             WHEN kind = 'row' THEN 'FOR EACH ROW'
+             WHEN operation = 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new FOR EACH STATEMENT'
+             WHEN operation = 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new FOR EACH STATEMENT'
+             ELSE 'REFERENCING OLD TABLE AS __pgt_old FOR EACH STATEMENT' END,
+        'capture_' || stable_name);
+END
+$$;
+
+-- Whom a lock on the source and everything below it waits for.
+CREATE OR REPLACE FUNCTION pgtrickle._lock_holders(source regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce(string_agg(DISTINCT CASE
+               WHEN l.pid IS NULL THEN 'a prepared transaction (see pg_prepared_xacts)'
+               ELSE format('process %s (role %s)', l.pid, coalesce(a.usename, '?')) END, ', '), 'a process that has ended')
+    FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
+    WHERE l.locktype = 'relation' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
+      AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+      AND l.relation IN (SELECT pgtrickle._tree(source)
+                         UNION ALL SELECT buffer_relid FROM pgtrickle.pgt_change_tracking WHERE source_relid = source)
+      AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
+$$;
+
+-- LOCK TABLE needs a right to write; who has only TRIGGER gets the same lock by creating a trigger anew.
+CREATE OR REPLACE FUNCTION pgtrickle._lock_source(source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    tracking record;
+    relation regclass;
+BEGIN
+    IF has_table_privilege(source, 'UPDATE, DELETE, TRUNCATE') THEN
+        EXECUTE format('LOCK TABLE %s IN SHARE ROW EXCLUSIVE MODE', source);
+        RETURN;
+    END IF;
+    SELECT * INTO tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
+    IF FOUND AND to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name)) IS NOT NULL THEN
+        FOR relation IN SELECT pgtrickle._tree(source) LOOP
+            PERFORM pgtrickle._create_capture_trigger(relation, 'TRUNCATE', tracking.source_stable_name, tracking.capture_kind);
+        END LOOP;
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._attach_triggers(source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    tracking record;
+    wanted record;
+    subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._tree(source)));
+BEGIN
+    SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
+    FOR wanted IN
+        SELECT c.oid::regclass AS relation, pg_has_role(c.relowner, 'USAGE') AS owned, o.operation, t.tgname, t.tgenabled,
+               'pgtrickle_capture_' || lower(o.operation) || '_' || tracking.source_stable_name AS name,
+               -- PostgreSQL itself copies the row triggers of a partitioned table to its partitions.
+               tracking.capture_kind = 'row' AND o.operation <> 'TRUNCATE' AND c.relispartition AND c.oid <> source AS copied
+        FROM pgtrickle._tree(source) AS member
+        JOIN pg_class AS c ON c.oid = member
+        CROSS JOIN (VALUES ('INSERT'), ('UPDATE'), ('DELETE'), ('TRUNCATE')) AS o (operation)
+        LEFT JOIN pg_trigger AS t ON t.tgrelid = c.oid
+            AND t.tgname = 'pgtrickle_capture_' || lower(o.operation) || '_' || tracking.source_stable_name
+        ORDER BY c.oid <> source, c.oid
+    LOOP
+        CONTINUE WHEN wanted.copied OR wanted.tgenabled = 'A' OR (wanted.tgenabled = 'O' AND NOT wanted.owned);
+        IF NOT has_table_privilege(wanted.relation, 'TRIGGER') THEN
+            RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured',
+                    quote_ident(current_user), wanted.relation
+                USING ERRCODE = 'insufficient_privilege',
+                      HINT = format('Ask its owner to run: GRANT TRIGGER ON %s TO %I;', wanted.relation, current_user);
+        END IF;
+        IF subscribed AND NOT wanted.owned THEN
+            RAISE EXCEPTION 'the changes of % come by logical replication, which only its owner can have captured', wanted.relation
+                USING ERRCODE = 'insufficient_privilege',
+                      HINT = 'Let the owner of the table create the first stream table on it.';
+        END IF;
+        IF wanted.tgenabled IS DISTINCT FROM 'O' THEN
+            PERFORM pgtrickle._create_capture_trigger(
+                wanted.relation, wanted.operation, tracking.source_stable_name, tracking.capture_kind);
+        END IF;
+        IF wanted.owned THEN
+            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', wanted.relation, wanted.name);
+        END IF;
+    END LOOP;
+    -- A partition that was detached keeps its triggers, which do nothing any more.
+    FOR wanted IN
+        SELECT t.tgrelid::regclass AS relation, t.tgname AS name
+        FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
+        WHERE t.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name))
+          AND t.tgrelid NOT IN (SELECT pgtrickle._tree(source)) AND t.tgparentid = 0 AND pg_has_role(c.relowner, 'USAGE')
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', wanted.name, wanted.relation);
+    END LOOP;
+END
+$$;
+
+-- Capture these columns of the source, besides those already tracked. Order: lock, buffer and function, triggers.
+CREATE OR REPLACE FUNCTION pgtrickle._attach(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    former text := current_setting('lock_timeout');
+    timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
+    stable_name text;
+BEGIN
+    PERFORM set_config('lock_timeout', timeout, true);
+    BEGIN
+        PERFORM pgtrickle._lock_source(source);
+        stable_name := pgtrickle._track(source, columns);
+        PERFORM pgtrickle._attach_triggers(source);
+    EXCEPTION WHEN lock_not_available THEN
+        RAISE EXCEPTION 'could not lock % within %: held by %', source, timeout, pgtrickle._lock_holders(source)
+            USING ERRCODE = 'lock_not_available',
+                  HINT = 'Try again when the transaction has ended, or raise the setting lock_timeout_ms.';
+    END;
+    PERFORM set_config('lock_timeout', former, true);
+    RETURN stable_name;
+END
+$$;
+
+-- After a rename, a new partition, a trigger that was disabled: capture as it should be.
+CREATE OR REPLACE FUNCTION pgtrickle._retrack(source regclass) RETURNS text
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._attach(source)
+$$;
+
+-- Changes whenever rows of the source may have come or gone unseen: a trigger disabled, missing or made anew; a
+-- partition or child attached or detached; a generated column computed differently; an unlogged table that a restart
+-- may have emptied; one of `columns` renamed, retyped, dropped.
+CREATE OR REPLACE FUNCTION pgtrickle._capture_signature(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
+    tracking record;
+    capture oid;
+BEGIN
+    SELECT * INTO tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
+    capture := to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name));
+    RETURN pgtrickle.stable_hash(concat_ws('|',
+        source::oid, pgtrickle._capture_kind(source),
+        (SELECT string_agg(concat_ws(' ', tgrelid, tgname, tgenabled, xmin), ',' ORDER BY tgrelid, tgname)
+         FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture),
+        (SELECT string_agg(concat_ws(' ', inhrelid, inhparent, xmin), ',' ORDER BY inhrelid, inhparent)
+         FROM pg_inherits WHERE inhparent = ANY (tree)),
+        (WITH RECURSIVE up (relid, edge) AS (
+             SELECT inhparent, xmin::text FROM pg_inherits WHERE inhrelid = source
+             UNION
+             SELECT i.inhparent, i.xmin::text FROM up AS u JOIN pg_inherits AS i ON i.inhrelid = u.relid
+         )
+         SELECT string_agg(concat_ws(' ', relid, edge), ',' ORDER BY relid) FROM up),
+        (SELECT string_agg(concat_ws(' ', e.adrelid, e.adnum, e.xmin), ',' ORDER BY e.adrelid, e.adnum)
+         FROM pg_attrdef AS e JOIN pg_attribute AS a ON a.attrelid = e.adrelid AND a.attnum = e.adnum
+         WHERE e.adrelid = ANY (tree) AND a.attgenerated <> ''),
+        (SELECT string_agg(concat_ws(' ', attnum, attname, atttypid, atttypmod), ',' ORDER BY attnum)
+         FROM pg_attribute WHERE attrelid = source AND attnum = ANY (columns) AND NOT attisdropped),
+        pgtrickle._stored_columns(source, columns) <@ tracking.tracked_columns,
+        (SELECT pg_postmaster_start_time()
+         WHERE EXISTS (SELECT FROM pg_class WHERE oid = ANY (tree) AND relpersistence = 'u')),
+        (SELECT prosrc = pgtrickle._inert_body() FROM pg_proc WHERE oid = capture)));
+END
+$$;

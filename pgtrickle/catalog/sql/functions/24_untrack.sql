@@ -1,0 +1,129 @@
+-- The end of capture: for sources that nobody reads any more, or for all at once.
+
+CREATE OR REPLACE FUNCTION pgtrickle._inert_body() RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT 'BEGIN RETURN NULL; END'
+$$;
+
+-- Locks the source's row until the end of the transaction, so that the answer stays true: who begins to use a source
+-- waits for that row. If somebody has it already, the source is not unused.
+CREATE OR REPLACE FUNCTION pgtrickle._is_unused(stable_name text) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    source oid;
+BEGIN
+    SELECT source_relid INTO source FROM pgtrickle.pgt_change_tracking AS t
+    WHERE t.source_stable_name = stable_name FOR UPDATE SKIP LOCKED;
+    RETURN FOUND AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = source);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._is_unused(text) FROM PUBLIC;
+
+-- Ends the capture of one source for good. Where its table cannot be locked at once, the function is made to do
+-- nothing, which needs no lock: false is returned, and the next call tries the rest again.
+CREATE OR REPLACE FUNCTION pgtrickle._end_capture(stable_name text, only_unused boolean) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    capture text := 'pgtrickle_changes.capture_' || stable_name || '()';
+BEGIN
+    -- Shorter than deadlock_timeout: somebody who begins to track holds the table and waits for the row locked here.
+    PERFORM set_config('lock_timeout', '500ms', true);
+    BEGIN
+        IF NOT only_unused THEN
+            EXECUTE format('DROP FUNCTION IF EXISTS %s CASCADE', capture);
+        ELSIF pgtrickle._is_unused(stable_name) THEN
+            PERFORM pgtrickle._forget_source(stable_name);
+        END IF;
+        RETURN true;
+    EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
+        IF NOT only_unused OR pgtrickle._is_unused(stable_name) THEN
+            PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._inert_body());
+        END IF;
+        RETURN false;
+    END;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._end_capture(text, boolean) FROM PUBLIC;
+
+-- Ends the capture of sources without a stream table; returns those whose triggers still stand.
+CREATE OR REPLACE FUNCTION pgtrickle._untrack_unused() RETURNS SETOF regclass
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    former text := current_setting('lock_timeout');
+    tracking record;
+BEGIN
+    FOR tracking IN
+        SELECT t.source_relid, t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t
+        WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = t.source_relid)
+    LOOP
+        IF NOT pgtrickle._end_capture(tracking.source_stable_name, true) THEN
+            RETURN NEXT tracking.source_relid;
+        END IF;
+    END LOOP;
+    PERFORM set_config('lock_timeout', former, true);
+END
+$$;
+
+-- Ends all capture now. Stream tables keep their contents and are suspended until resume_capture(). Returned are the
+-- sources whose triggers could not be dropped because the table is locked; they do nothing any more.
+CREATE OR REPLACE FUNCTION pgtrickle.emergency_stop() RETURNS SETOF regclass
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    former text := current_setting('lock_timeout');
+    tracking record;
+BEGIN
+    PERFORM pgtrickle._require_administrator('stop the capture of changes');
+    UPDATE pgtrickle.pgt_stream_tables
+    SET status = 'SUSPENDED', status_reason = 'emergency stop', reinit_reason = 'emergency stop', updated_at = now();
+    FOR tracking IN SELECT source_relid, source_stable_name FROM pgtrickle.pgt_change_tracking LOOP
+        IF NOT pgtrickle._end_capture(tracking.source_stable_name, false) THEN
+            RETURN NEXT tracking.source_relid;
+        END IF;
+    END LOOP;
+    PERFORM set_config('lock_timeout', former, true);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._resume_stopped() RETURNS void
+LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    -- Only those whose sources all have their capture function back.
+    UPDATE pgtrickle.pgt_stream_tables AS s
+    SET status = CASE WHEN s.frontier IS NULL THEN 'INITIALIZING' ELSE 'ACTIVE' END,
+        status_reason = NULL, reinit_reason = 'emergency stop', updated_at = now()
+    WHERE s.status = 'SUSPENDED' AND s.status_reason = 'emergency stop'
+      AND NOT EXISTS (
+          SELECT FROM pgtrickle.pgt_dependencies AS d
+          JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
+          LEFT JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+          LEFT JOIN pg_trigger AS g ON g.tgrelid = t.source_relid AND g.tgfoid = p.oid
+          WHERE d.pgt_id = s.pgt_id AND (g.oid IS NULL OR p.prosrc = pgtrickle._inert_body()))
+$$;
+
+-- After an emergency stop. The triggers are created with the caller's rights: returned is what remains to be run, each
+-- by a role that has the TRIGGER privilege on the source.
+CREATE OR REPLACE FUNCTION pgtrickle.resume_capture() RETURNS SETOF text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    tracking record;
+BEGIN
+    FOR tracking IN
+        SELECT t.source_relid, t.tracked_columns FROM pgtrickle.pgt_change_tracking AS t
+        JOIN pg_class AS c ON c.oid = t.source_relid
+    LOOP
+        BEGIN
+            PERFORM pgtrickle._attach(tracking.source_relid, tracking.tracked_columns);
+        EXCEPTION WHEN insufficient_privilege OR lock_not_available THEN
+            RETURN NEXT format('SELECT pgtrickle.resume_capture(); -- as a role that may create triggers on %s: %s',
+                               tracking.source_relid, SQLERRM);
+        END;
+    END LOOP;
+    PERFORM pgtrickle._resume_stopped();
+END
+$$;
