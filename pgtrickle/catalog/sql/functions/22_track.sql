@@ -76,6 +76,28 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text) FROM PUBLIC;
 
+-- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of
+-- the transaction, and a stream table more needs no lock on the source.
+CREATE OR REPLACE FUNCTION pgtrickle._is_captured(source regclass, columns smallint[]) RETURNS boolean
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    tracking record;
+BEGIN
+    SELECT t.*, to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) AS capture INTO tracking
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR SHARE;
+    RETURN FOUND
+        AND tracking.capture_kind = pgtrickle._capture_kind(source)
+        AND tracking.tracked_columns = pgtrickle._stored_columns(source, tracking.tracked_columns || columns)
+        AND EXISTS (SELECT FROM pg_proc WHERE oid = tracking.capture AND prosrc = pgtrickle._capture_body(
+                source, tracking.source_stable_name, tracking.tracked_columns, tracking.capture_kind))
+        AND NOT EXISTS (
+            SELECT FROM pgtrickle._tree(source) AS member
+            WHERE 4 <> (SELECT count(*) FROM pg_trigger WHERE tgrelid = member AND tgfoid = tracking.capture
+                        AND tgname LIKE 'pgtrickle\_capture\_%' AND tgenabled IN ('O', 'A')));
+END
+$$;
+
 -- Makes buffer and capture function fit the source as it is now, with these columns among the tracked ones. The
 -- caller holds SHARE ROW EXCLUSIVE on the source, or its triggers are yet to come. Returns the source's stable name.
 CREATE OR REPLACE FUNCTION pgtrickle._track(source regclass, columns smallint[]) RETURNS text

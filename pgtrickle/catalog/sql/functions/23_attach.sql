@@ -31,22 +31,38 @@ AS $$
       AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
 $$;
 
--- LOCK TABLE needs a right to write; who has only TRIGGER gets the same lock by creating a trigger anew.
+CREATE OR REPLACE FUNCTION pgtrickle._check_trigger_rights(source regclass) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    relation regclass;
+BEGIN
+    FOR relation IN SELECT member FROM pgtrickle._tree(source) AS member WHERE NOT has_table_privilege(member, 'TRIGGER') LOOP
+        RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured', quote_ident(current_user), relation
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('Ask its owner to run: GRANT TRIGGER ON %s TO %I;', relation, current_user);
+    END LOOP;
+END
+$$;
+
+-- Waits for the writers of the source and keeps new ones out. LOCK TABLE needs a right to write; who has only TRIGGER
+-- gets the same lock by creating a trigger, under a name that the capture function does not heed.
 CREATE OR REPLACE FUNCTION pgtrickle._lock_source(source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    tracking record;
+    stable_name text;
     relation regclass;
 BEGIN
     IF has_table_privilege(source, 'UPDATE, DELETE, TRUNCATE') THEN
         EXECUTE format('LOCK TABLE %s IN SHARE ROW EXCLUSIVE MODE', source);
         RETURN;
     END IF;
-    SELECT * INTO tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
-    IF FOUND AND to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name)) IS NOT NULL THEN
+    SELECT t.source_stable_name INTO stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source;
+    IF to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)) IS NOT NULL THEN
         FOR relation IN SELECT pgtrickle._tree(source) LOOP
-            PERFORM pgtrickle._create_capture_trigger(relation, 'TRUNCATE', tracking.source_stable_name, tracking.capture_kind);
+            EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
+                           'pgtrickle_lock_' || stable_name, relation, 'capture_' || stable_name);
         END LOOP;
     END IF;
 END
@@ -74,12 +90,6 @@ BEGIN
         ORDER BY c.oid <> source, c.oid
     LOOP
         CONTINUE WHEN wanted.copied OR wanted.tgenabled = 'A' OR (wanted.tgenabled = 'O' AND NOT wanted.owned);
-        IF NOT has_table_privilege(wanted.relation, 'TRIGGER') THEN
-            RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured',
-                    quote_ident(current_user), wanted.relation
-                USING ERRCODE = 'insufficient_privilege',
-                      HINT = format('Ask its owner to run: GRANT TRIGGER ON %s TO %I;', wanted.relation, current_user);
-        END IF;
         IF subscribed AND NOT wanted.owned THEN
             RAISE EXCEPTION 'the changes of % come by logical replication, which only its owner can have captured', wanted.relation
                 USING ERRCODE = 'insufficient_privilege',
@@ -114,6 +124,10 @@ DECLARE
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
     stable_name text;
 BEGIN
+    IF pgtrickle._is_captured(source, columns) THEN
+        RETURN (SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = source);
+    END IF;
+    PERFORM pgtrickle._check_trigger_rights(source);
     PERFORM set_config('lock_timeout', timeout, true);
     BEGIN
         PERFORM pgtrickle._lock_source(source);
@@ -152,7 +166,7 @@ BEGIN
     RETURN pgtrickle.stable_hash(concat_ws('|',
         source::oid, pgtrickle._capture_kind(source),
         (SELECT string_agg(concat_ws(' ', tgrelid, tgname, tgenabled, xmin), ',' ORDER BY tgrelid, tgname)
-         FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture),
+         FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture AND tgname LIKE 'pgtrickle\_capture\_%'),
         (SELECT string_agg(concat_ws(' ', inhrelid, inhparent, xmin), ',' ORDER BY inhrelid, inhparent)
          FROM pg_inherits WHERE inhparent = ANY (tree)),
         (WITH RECURSIVE up (relid, edge) AS (

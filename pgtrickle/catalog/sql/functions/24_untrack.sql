@@ -79,7 +79,8 @@ DECLARE
 BEGIN
     PERFORM pgtrickle._require_administrator('stop the capture of changes');
     UPDATE pgtrickle.pgt_stream_tables
-    SET status = 'SUSPENDED', status_reason = 'emergency stop', reinit_reason = 'emergency stop', updated_at = now();
+    SET status = 'SUSPENDED', status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason ELSE 'emergency stop' END,
+        reinit_reason = 'emergency stop', updated_at = now();
     FOR tracking IN SELECT source_relid, source_stable_name FROM pgtrickle.pgt_change_tracking LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, false) THEN
             RETURN NEXT tracking.source_relid;

@@ -1,0 +1,11 @@
+-- Take stream tables for a refresh. Each claim has its own token; an apply with an older one is refused.
+UPDATE pgtrickle.pgt_stream_tables s
+SET claimed_by = %(service)s, claim_expires = now() + %(lease)s, fencing_token = s.fencing_token + 1
+WHERE s.pgt_id IN (
+    SELECT t.pgt_id
+    FROM pgtrickle.pgt_stream_tables t
+    WHERE t.pgt_id = ANY (%(ids)s)
+      AND (t.claimed_by IS NULL OR t.claimed_by = %(service)s OR t.claim_expires < now())
+    ORDER BY t.pgt_id
+    FOR UPDATE SKIP LOCKED)
+RETURNING s.pgt_id, s.fencing_token;

@@ -1,0 +1,5 @@
+-- The cut's identity: which node, which snapshot, when.
+SELECT (SELECT system_identifier FROM pg_control_system()) || '/' || (SELECT oid FROM pg_database WHERE datname = current_database()) AS node,
+       pg_current_snapshot()::text AS snapshot,
+       clock_timestamp() AS cut_time,
+       pg_is_in_recovery() AS in_recovery;

@@ -1,0 +1,32 @@
+-- What a query means beyond its text: the views and functions it goes through, each with the transaction that last changed it.
+WITH RECURSIVE reached AS (
+    SELECT v.pgt_id, v.view_relid::oid AS oid
+    FROM unnest(%(ids)s::bigint[], %(views)s::oid[]) AS v(pgt_id, view_relid)
+    UNION
+    SELECT reached.pgt_id, d.refobjid
+    FROM reached
+    JOIN pg_rewrite r ON r.ev_class = reached.oid
+    JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+    WHERE d.refobjid <> reached.oid
+), rules AS (
+    SELECT reached.pgt_id, r.oid, r.xmin
+    FROM reached
+    JOIN pg_rewrite r ON r.ev_class = reached.oid
+), functions AS (
+    SELECT DISTINCT rules.pgt_id, p.oid, p.xmin::text AS xmin
+    FROM rules
+    JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = rules.oid AND d.refclassid = 'pg_proc'::regclass
+    JOIN pg_proc p ON p.oid = d.refobjid
+)
+SELECT v.pgt_id,
+       md5((SELECT string_agg(rules.oid || ':' || rules.xmin, ',' ORDER BY rules.oid)
+            FROM rules WHERE rules.pgt_id = v.pgt_id)
+           || '/' || coalesce((SELECT string_agg(f.oid || ':' || f.xmin, ',' ORDER BY f.oid)
+                               FROM functions f WHERE f.pgt_id = v.pgt_id), '')) AS meaning,
+       (SELECT md5(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
+                              ',' ORDER BY a.attrelid, a.attnum))
+        FROM reached
+        JOIN pg_class c ON c.oid = reached.oid
+        JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
+        WHERE reached.pgt_id = v.pgt_id) AS shape
+FROM unnest(%(ids)s::bigint[]) AS v(pgt_id);

@@ -1,0 +1,26 @@
+-- What a refresh must know of the stream tables it is asked for.
+SELECT s.pgt_id,
+       s.pgt_schema,
+       s.pgt_name,
+       s.pgt_relid::oid::bigint AS relid,
+       s.view_relid::oid::bigint AS view_relid,
+       s.refresh_mode,
+       s.effective_mode,
+       s.mode_reason,
+       s.status,
+       s.status_reason,
+       s.schedule,
+       s.key_columns,
+       s.frontier,
+       s.data_timestamp,
+       s.reinit_reason,
+       s.fencing_token,
+       coalesce(s.placement, pgtrickle._setting('placement')) AS placement,
+       s.session_settings,
+       s.defining_query,
+       pg_get_userbyid(c.relowner) AS owner,
+       c.relowner = current_user::regrole AS own
+FROM pgtrickle.pgt_stream_tables s
+LEFT JOIN pg_class c ON c.oid = s.pgt_relid
+WHERE %(ids)s::bigint[] IS NULL OR s.pgt_id = ANY (%(ids)s)
+ORDER BY s.pgt_id;

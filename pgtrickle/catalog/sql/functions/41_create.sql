@@ -1,0 +1,234 @@
+-- Creation: the query kept as a view, the table, its guard, the capture of its sources; all in the caller's transaction.
+
+-- Names of stream tables, as [schema, name].
+CREATE OR REPLACE FUNCTION pgtrickle._parse_name(name text, default_schema text) RETURNS text[]
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    parts text[];
+BEGIN
+    BEGIN
+        parts := parse_ident(name);
+    EXCEPTION WHEN invalid_parameter_value THEN
+        RAISE EXCEPTION '% is not a valid name', quote_literal(name)
+            USING ERRCODE = 'invalid_name', HINT = 'Write it as in SQL: name or schema.name, with double quotes where SQL needs them.';
+    END;
+    IF cardinality(parts) = 1 THEN
+        parts := default_schema || parts;
+    END IF;
+    IF cardinality(parts) <> 2 OR parts[1] IS NULL THEN
+        RAISE EXCEPTION '% does not name a table in a schema', quote_literal(name)
+            USING ERRCODE = 'invalid_name', HINT = 'Write schema.name; without a schema the first one of search_path that exists is meant.';
+    ELSIF octet_length(parts[2]) > 63 OR octet_length(parts[1]) > 63 THEN
+        RAISE EXCEPTION 'name % is longer than 63 bytes', quote_literal(name)
+            USING ERRCODE = 'name_too_long', HINT = 'Choose a shorter one.';
+    ELSIF parts[2] LIKE '\_\_pgt\_%' OR parts[1] IN ('pgtrickle', 'pgtrickle_changes', 'pgtrickle_views')
+          OR parts[1] LIKE 'pg\_%' OR parts[1] = 'information_schema' THEN
+        RAISE EXCEPTION 'name %.% is reserved', quote_ident(parts[1]), quote_ident(parts[2])
+            USING ERRCODE = 'reserved_name', HINT = 'Use a schema of your own and a name that does not begin with __pgt_.';
+    END IF;
+    RETURN parts;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._check_options(schedule text, refresh_mode text, placement text, status text DEFAULT NULL)
+RETURNS void
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF refresh_mode NOT IN ('AUTO', 'DIFFERENTIAL', 'FULL') THEN
+        RAISE EXCEPTION 'refresh_mode cannot be %', quote_literal(refresh_mode)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It is AUTO, DIFFERENTIAL or FULL.';
+    ELSIF placement NOT IN ('auto', 'spark') THEN
+        RAISE EXCEPTION 'placement cannot be %', quote_literal(placement)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It is auto or spark; NULL follows the setting pg_trickle.placement.';
+    ELSIF status NOT IN ('ACTIVE', 'SUSPENDED') THEN
+        RAISE EXCEPTION 'status cannot be set to %', quote_literal(status)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It can be set to ACTIVE or SUSPENDED.';
+    ELSIF schedule !~ '^(calculated|([0-9]+(s|m|h|d|w))+|@(hourly|daily|weekly|monthly|yearly)|[-0-9*/,]+( +[-0-9a-zA-Z*/,]+){4,5})$' THEN
+        RAISE EXCEPTION 'schedule cannot be %', quote_literal(schedule)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'It is a duration such as 30s, 5m or 1h30m, a cron expression such as */5 * * * *, or calculated.';
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._session_settings(query_path text) RETURNS jsonb
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT jsonb_object_agg(name, current_setting(name)) || jsonb_build_object('search_path', query_path)
+    FROM unnest(ARRAY['TimeZone', 'DateStyle', 'IntervalStyle', 'lc_monetary', 'lc_numeric', 'lc_time']) AS name
+$$;
+
+-- Keeps the query as a view, analysed with the caller's search_path.
+CREATE OR REPLACE FUNCTION pgtrickle._write_view(command text, view_name text, query text, query_path text) RETURNS regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    single CONSTANT refcursor := '__pgt_check';
+BEGIN
+    PERFORM set_config('search_path', query_path, true);
+    BEGIN
+        -- A cursor takes one statement only, and one that returns rows.
+        OPEN single FOR EXECUTE query;
+        CLOSE single;
+    EXCEPTION
+        WHEN insufficient_privilege THEN
+            NULL; -- _check_query() says it better
+        WHEN invalid_cursor_definition THEN
+            RAISE EXCEPTION 'the defining query must be one query: %', SQLERRM
+                USING ERRCODE = 'syntax_error', HINT = 'Give one SELECT, VALUES or WITH statement.';
+    END;
+    BEGIN
+        EXECUTE format('%s pgtrickle_views.%I AS ', command, view_name) || query;
+    EXCEPTION
+        WHEN duplicate_column THEN
+            RAISE EXCEPTION 'the columns of the defining query need different names: %', SQLERRM
+                USING ERRCODE = 'duplicate_column', HINT = 'Name them with AS.';
+        WHEN invalid_table_definition THEN
+            IF SQLERRM LIKE '%temporary%' THEN
+                RAISE EXCEPTION 'the defining query reads a temporary table'
+                    USING ERRCODE = 'feature_not_supported', HINT = 'Only this session sees it. Use an ordinary table.';
+            END IF;
+            RAISE;
+    END;
+    PERFORM set_config('search_path', 'pg_catalog, pg_temp', true);
+    RETURN to_regclass('pgtrickle_views.' || view_name);
+END
+$$;
+
+-- No capture for tables that have no triggers, or whose parts have none that can see changed rows.
+CREATE OR REPLACE FUNCTION pgtrickle._can_capture(source regclass) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT bool_and(relkind IN ('r', 'p')) FROM pg_class WHERE oid IN (SELECT pgtrickle._tree(source))
+$$;
+
+-- In the order of their OIDs, so that two who create at the same time do not wait for each other in a circle.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_sources(view regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    source record;
+BEGIN
+    FOR source IN
+        SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
+        WHERE pgtrickle._can_capture(s.relation) ORDER BY s.relation::oid
+    LOOP
+        PERFORM pgtrickle._attach(source.relation, source.columns);
+    END LOOP;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._create_storage(storage text, view regclass, key_columns text[]) RETURNS regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    unknown text;
+BEGIN
+    SELECT string_agg(quote_ident(k), ', ') INTO unknown FROM unnest(key_columns) AS k
+    WHERE NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = view AND attname = k AND attnum > 0);
+    IF unknown IS NOT NULL THEN
+        RAISE EXCEPTION 'key column % is not a column of the query', unknown
+            USING ERRCODE = 'undefined_column', HINT = 'Key columns are named as in the result of the query.';
+    END IF;
+    IF key_columns IS NULL THEN
+        EXECUTE format('CREATE TABLE %s AS SELECT *, NULL::uuid AS __pgt_row_id FROM %s WITH NO DATA', storage, view);
+        EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_row_id SET NOT NULL', storage);
+        EXECUTE format('CREATE INDEX ON %s (__pgt_row_id)', storage);
+    ELSE
+        EXECUTE format('CREATE TABLE %s AS SELECT * FROM %s WITH NO DATA', storage, view);
+        -- Without key columns the result is always one row.
+        EXECUTE format('CREATE UNIQUE INDEX ON %s (%s) NULLS NOT DISTINCT', storage,
+                       coalesce((SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM unnest(key_columns) WITH ORDINALITY AS u (k, n)),
+                                '(true)'));
+    END IF;
+    EXECUTE format('CREATE TRIGGER pgtrickle_guard BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
+                   ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._guard()', storage);
+    RETURN storage::regclass;
+END
+$$;
+
+-- What the service runs with the owner's rights: reading what the query reads, and changing the stream table.
+CREATE OR REPLACE FUNCTION pgtrickle._create_owner_functions(id bigint) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    EXECUTE format($create$
+        CREATE FUNCTION pgtrickle_views.%I(query text) RETURNS SETOF record
+        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+        AS 'BEGIN RETURN QUERY EXECUTE query; END'$create$, 'read_' || id);
+    EXECUTE format($create$
+        CREATE FUNCTION pgtrickle_views.%I(statement text, args text[]) RETURNS bigint
+        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+        AS 'DECLARE changed bigint; BEGIN EXECUTE statement USING args; GET DIAGNOSTICS changed = ROW_COUNT; RETURN changed; END'$create$,
+        'write_' || id);
+    EXECUTE format('REVOKE ALL ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) FROM PUBLIC',
+                   'read_' || id, 'write_' || id);
+    EXECUTE format('GRANT EXECUTE ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) TO %I',
+                   'read_' || id, 'write_' || id, pgtrickle._service_role());
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._create(
+    name text, query text, schedule text, refresh_mode text, initialize boolean, pooler_compatibility_mode boolean,
+    placement text, key_columns text[], query_path text, default_schema text)
+RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    parts text[] := pgtrickle._parse_name(name, default_schema);
+    storage_name text := format('%I.%I', parts[1], parts[2]);
+    id bigint;
+    view regclass;
+    storage regclass;
+BEGIN
+    schedule := coalesce(schedule, 'calculated');
+    refresh_mode := upper(refresh_mode);
+    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement);
+    PERFORM pgtrickle._forget_dropped();
+    IF to_regclass(storage_name) IS NOT NULL THEN
+        RAISE EXCEPTION '% % already exists',
+                CASE WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables WHERE pgt_relid = to_regclass(storage_name))
+                     THEN 'stream table' ELSE 'relation' END, storage_name
+            USING ERRCODE = 'duplicate_table',
+                  HINT = 'Choose another name, or use create_or_replace_stream_table() to change a stream table.';
+    END IF;
+    id := pgtrickle._new_id();
+    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, query, query_path);
+    PERFORM pgtrickle._check_query(view);
+    -- What remains, such as the right to call a function.
+    EXECUTE format('SELECT * FROM %s LIMIT 0', view);
+    storage := pgtrickle._create_storage(storage_name, view, key_columns);
+    PERFORM pgtrickle._create_owner_functions(id);
+    PERFORM pgtrickle._attach_sources(view);
+    PERFORM pgtrickle._register(id, storage, view, query, schedule, refresh_mode, coalesce(pooler_compatibility_mode, false),
+                                placement, key_columns, pgtrickle._session_settings(query_path));
+    IF initialize THEN
+        PERFORM pgtrickle._file_request(id);
+    END IF;
+    PERFORM pgtrickle._warn_without_service();
+    RETURN id;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.create_stream_table(
+    name text, query text, schedule text DEFAULT 'calculated', refresh_mode text DEFAULT 'AUTO', initialize boolean DEFAULT true,
+    pooler_compatibility_mode boolean DEFAULT false, placement text DEFAULT NULL, key_columns text[] DEFAULT NULL)
+RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._create(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode, placement, key_columns,
+                             pg_catalog.current_setting('search_path'), pg_catalog.current_schema())
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.create_stream_table_if_not_exists(
+    name text, query text, schedule text DEFAULT 'calculated', refresh_mode text DEFAULT 'AUTO', initialize boolean DEFAULT true,
+    pooler_compatibility_mode boolean DEFAULT false, placement text DEFAULT NULL, key_columns text[] DEFAULT NULL)
+RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT coalesce(pgtrickle._find(name),
+                    pgtrickle.create_stream_table(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode,
+                                                  placement, key_columns))
+$$;

@@ -1,0 +1,181 @@
+-- Finding, altering, replacing and dropping stream tables.
+
+-- The id of a stream table by its name, as the caller's search_path has it; NULL if there is none. A table that was
+-- renamed is found by its new name, one that was dropped by hand by the name it had.
+CREATE OR REPLACE FUNCTION pgtrickle._find(name text) RETURNS bigint
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    parts text[] := pg_catalog.parse_ident(name);
+    relation regclass := pg_catalog.to_regclass(
+        (SELECT pg_catalog.string_agg(pg_catalog.quote_ident(part), '.' ORDER BY n) FROM pg_catalog.unnest(parts) WITH ORDINALITY AS p (part, n)));
+    id bigint;
+BEGIN
+    SELECT s.pgt_id INTO id FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_relid = relation;
+    IF NOT FOUND AND relation IS NULL THEN
+        SELECT s.pgt_id INTO id FROM pgtrickle.pgt_stream_tables AS s
+        WHERE s.pgt_name = parts[pg_catalog.cardinality(parts)]
+          AND CASE pg_catalog.cardinality(parts) WHEN 1 THEN s.pgt_schema = ANY (pg_catalog.current_schemas(false))
+                   ELSE s.pgt_schema = parts[pg_catalog.cardinality(parts) - 1] END
+          AND NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c WHERE c.oid = s.pgt_relid)
+        ORDER BY pg_catalog.array_position(pg_catalog.current_schemas(false), s.pgt_schema::name)
+        LIMIT 1;
+    END IF;
+    RETURN id;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._get(name text) RETURNS bigint
+LANGUAGE plpgsql STABLE
+AS $$
+DECLARE
+    id bigint := pgtrickle._find(name);
+BEGIN
+    IF id IS NULL THEN
+        RAISE EXCEPTION 'there is no stream table %', name
+            USING ERRCODE = 'undefined_table', HINT = 'SELECT * FROM pgtrickle.pgt_status() lists those there are.';
+    END IF;
+    RETURN id;
+END
+$$;
+
+-- A query with the same columns takes the place of the old one: the table, its indexes, grants and comments stay.
+CREATE OR REPLACE FUNCTION pgtrickle._replace_query(id bigint, query text, query_path text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    stream_table record;
+    view regclass;
+    old_columns text;
+    new_columns text;
+BEGIN
+    SELECT * INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
+    old_columns := pgtrickle._shape(stream_table.pgt_relid);
+    view := pgtrickle._write_view('CREATE VIEW', 'new_' || id, query, query_path);
+    new_columns := pgtrickle._shape(view);
+    IF old_columns IS DISTINCT FROM new_columns THEN
+        RAISE EXCEPTION 'the new query of stream table % has other columns: % instead of %', stream_table.pgt_relid, new_columns, old_columns
+            USING ERRCODE = 'invalid_table_definition',
+                  HINT = 'Drop the stream table and create it again, or make the query return the same columns.';
+    END IF;
+    PERFORM pgtrickle._check_query(view);
+    EXECUTE format('DROP VIEW %s', view);
+    PERFORM pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
+    PERFORM pgtrickle._attach_sources(stream_table.view_relid);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._shape(relation regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT string_agg(concat_ws(' ', quote_ident(a.attname), format_type(a.atttypid, a.atttypmod),
+                                'COLLATE ' || (SELECT quote_ident(c.collname) FROM pg_collation AS c
+                                               WHERE c.oid = a.attcollation AND c.oid <> t.typcollation)), ', ' ORDER BY a.attnum)
+    FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid
+    WHERE a.attrelid = relation AND a.attnum > 0 AND NOT a.attisdropped AND a.attname <> '__pgt_row_id'
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._alter(
+    id bigint, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text, query text,
+    query_path text)
+RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    refresh_mode := upper(refresh_mode);
+    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement, upper(status));
+    IF query IS NOT NULL THEN
+        PERFORM pgtrickle._replace_query(id, query, query_path);
+    END IF;
+    PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
+                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END);
+    PERFORM pgtrickle._untrack_unused();
+    PERFORM pg_notify('pgtrickle_wake', format('altered %s', id));
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.alter_stream_table(
+    name text, schedule text DEFAULT NULL, refresh_mode text DEFAULT NULL, status text DEFAULT NULL,
+    pooler_compatibility_mode boolean DEFAULT NULL, placement text DEFAULT NULL, query text DEFAULT NULL)
+RETURNS void
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._alter(pgtrickle._get(name), schedule, refresh_mode, status, pooler_compatibility_mode, placement, query,
+                            pg_catalog.current_setting('search_path'))
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._replace(
+    id bigint, query text, schedule text, refresh_mode text, pooler_compatibility_mode boolean, placement text,
+    key_columns text[], query_path text)
+RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    old record;
+    new_query text;
+BEGIN
+    SELECT * INTO STRICT old FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
+    schedule := coalesce(schedule, 'calculated');
+    IF (old.defining_query, old.session_settings ->> 'search_path') IS DISTINCT FROM (query, query_path) THEN
+        new_query := query;
+    END IF;
+    IF new_query IS NULL AND (old.schedule, old.refresh_mode, old.pooler_compatibility_mode, old.placement)
+        IS NOT DISTINCT FROM (schedule, upper(refresh_mode), pooler_compatibility_mode, placement) THEN
+        RETURN id;
+    END IF;
+    IF new_query IS NOT NULL AND old.key_columns IS DISTINCT FROM key_columns THEN
+        RAISE EXCEPTION 'the new query of stream table % has another key: % instead of %', old.pgt_relid,
+                coalesce(key_columns::text, 'none'), coalesce(old.key_columns::text, 'none')
+            USING ERRCODE = 'invalid_table_definition', HINT = 'Drop the stream table and create it again.';
+    END IF;
+    PERFORM pgtrickle._alter(id, schedule, refresh_mode, NULL, pooler_compatibility_mode, placement, new_query, query_path);
+    RETURN id;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.create_or_replace_stream_table(
+    name text, query text, schedule text DEFAULT 'calculated', refresh_mode text DEFAULT 'AUTO', initialize boolean DEFAULT true,
+    pooler_compatibility_mode boolean DEFAULT false, placement text DEFAULT NULL, key_columns text[] DEFAULT NULL)
+RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT CASE WHEN pgtrickle._find(name) IS NULL
+        THEN pgtrickle.create_stream_table(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode,
+                                           placement, key_columns)
+        ELSE pgtrickle._replace(pgtrickle._find(name), query, schedule, refresh_mode, pooler_compatibility_mode, placement,
+                                key_columns, pg_catalog.current_setting('search_path')) END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._drop(id bigint, cascade boolean) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    stream_table record;
+    dependent record;
+    dependents text;
+BEGIN
+    SELECT s.*, c.oid IS NOT NULL AS is_there INTO STRICT stream_table
+    FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
+    SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO dependents
+    FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_id = d.pgt_id
+    WHERE d.source_relid = stream_table.pgt_relid;
+    IF dependents IS NOT NULL AND NOT cascade THEN
+        RAISE EXCEPTION 'stream table % is read by %', stream_table.pgt_relid, dependents
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
+    END IF;
+    FOR dependent IN SELECT d.pgt_id FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = stream_table.pgt_relid LOOP
+        PERFORM pgtrickle._drop(dependent.pgt_id, true) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = dependent.pgt_id;
+    END LOOP;
+    IF stream_table.is_there THEN
+        EXECUTE format('DROP TABLE %s %s', stream_table.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
+    END IF;
+    -- Its row, view and functions: what a table dropped by hand would leave.
+    PERFORM pgtrickle._forget_dropped();
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.drop_stream_table(name text, cascade boolean DEFAULT false) RETURNS void
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._drop(pgtrickle._get(name), cascade)
+$$;

@@ -1,0 +1,70 @@
+-- Asking for a refresh: the service does the work.
+
+CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    request bigint;
+BEGIN
+    IF pg_is_in_recovery() THEN
+        RAISE EXCEPTION 'a standby cannot refresh stream tables'
+            USING ERRCODE = 'read_only_sql_transaction', HINT = 'Ask on the primary; the result arrives here by replication.';
+    END IF;
+    request := pgtrickle._file_request(id);
+    PERFORM pgtrickle._warn_without_service();
+    RETURN request;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.refresh_stream_table(name text) RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._request(pgtrickle._get(name))
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text) RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._request(pgtrickle._get(stream_table_name))
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._request_state(request bigint) RETURNS TABLE (status text, error text)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT r.status, r.error FROM pgtrickle.pgt_requests AS r
+    WHERE r.request_id = request AND r.requested_by = pgtrickle._caller()
+$$;
+
+-- Files a request, commits it, and returns when it is done. No SET here: a procedure that commits cannot have it.
+CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute')
+LANGUAGE plpgsql
+AS $$
+DECLARE
+    request bigint := pgtrickle.refresh_stream_table(name);
+    deadline timestamptz := pg_catalog.clock_timestamp() + timeout;
+    pause double precision := 0.01;
+    state record;
+BEGIN
+    COMMIT;
+    LOOP
+        SELECT * INTO state FROM pgtrickle._request_state(request);
+        -- Ends the snapshot: waiting must not hold back vacuum.
+        COMMIT;
+        IF state.status = 'DONE' THEN
+            RETURN;
+        ELSIF state.status = 'FAILED' THEN
+            RAISE EXCEPTION 'the refresh of % failed: %', name, state.error
+                USING ERRCODE = 'external_routine_exception',
+                      HINT = pg_catalog.format('SELECT * FROM pgtrickle.get_refresh_history(%L) tells more.', name);
+        ELSIF state.status IS NULL THEN
+            RAISE EXCEPTION 'stream table % was dropped before its refresh', name USING ERRCODE = 'undefined_table';
+        ELSIF pg_catalog.clock_timestamp() >= deadline THEN
+            RAISE EXCEPTION 'the refresh of % was not done within %', name, timeout
+                USING ERRCODE = 'query_canceled',
+                      HINT = 'The request still stands. Is a service running (`pgtrickle run`)?';
+        END IF;
+        PERFORM pg_catalog.pg_sleep(pause);
+        pause := LEAST(pause * 1.5, 0.2);
+    END LOOP;
+END
+$$;
