@@ -5,3 +5,42 @@ AS $$
     SELECT (pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 0)), 16, '0')
             || pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 1)), 16, '0'))::uuid
 $$;
+
+-- Changes that every stream table on their source has passed are of no use to anybody.
+CREATE OR REPLACE FUNCTION pgtrickle._purge(stable_name text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    bound bigint;
+    buffer regclass;
+    removed bigint;
+BEGIN
+    SELECT buffer_relid INTO buffer FROM pgtrickle.pgt_change_tracking WHERE source_stable_name = stable_name;
+    IF buffer IS NULL THEN
+        RETURN 0;
+    END IF;
+    -- Who starts over needs no change from before. Without consumers everything that is over may go.
+    SELECT min(split_part(s.frontier ->> 'snapshot', ':', 1)::bigint) INTO bound
+    FROM pgtrickle.pgt_dependencies d
+    JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
+    WHERE d.source_stable_name = stable_name AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL;
+    bound := coalesce(bound, pg_snapshot_xmin(pg_current_snapshot())::text::bigint);
+    EXECUTE format('DELETE FROM %s WHERE __pgt_xid < $1', buffer) USING bound;
+    GET DIAGNOSTICS removed = ROW_COUNT;
+    DELETE FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = stable_name AND xid < bound;
+    DELETE FROM pgtrickle_changes.pgt_activity WHERE source_stable_name = stable_name AND xid < bound;
+    RETURN removed;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._purge(text) FROM PUBLIC;
+
+-- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
+CREATE OR REPLACE FUNCTION pgtrickle._note_mode(id bigint, mode text, reason text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    UPDATE pgtrickle.pgt_stream_tables s SET effective_mode = mode, mode_reason = reason
+    FROM pg_class c
+    WHERE s.pgt_id = id AND c.oid = s.pgt_relid AND pg_has_role(pgtrickle._caller(), c.relowner, 'MEMBER');
+END
+$$;

@@ -1,0 +1,240 @@
+"""What a Python user imports: a database, its stream tables, and what a refresh did."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from types import TracebackType
+from typing import Any, Self
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from pgtrickle.catalog.install import install, require_installed, uninstall, upgrade
+from pgtrickle.delta.program import Program
+from pgtrickle.engine.explain import explain_program
+from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.refresh import Engine, OnStep
+from pgtrickle.engine.types import RefreshResult, StreamTableRow
+from pgtrickle.errors import (
+    ConnectionFailedError,
+    InvalidQueryError,
+    NotDifferentiableError,
+    PrivilegeError,
+    StreamTableExistsError,
+    StreamTableNotFoundError,
+)
+
+__all__ = ["Database", "RefreshResult", "StreamTable", "connect"]
+
+DSN_VARIABLE = "PGTRICKLE_DSN"
+
+
+@dataclass(frozen=True)
+class StreamTable:
+    """A stream table and its state."""
+
+    id: int
+    name: str
+    query: str
+    schedule: str
+    refresh_mode: str
+    effective_mode: str | None
+    mode_reason: str | None
+    status: str
+    status_reason: str | None
+    key: tuple[str, ...] | None
+    fresh_as_of: datetime | None
+    owner: str | None
+
+
+def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Database:
+    """Connect to a database; without a DSN, PGTRICKLE_DSN or libpq's own variables say where."""
+    dsn = dsn or os.environ.get(DSN_VARIABLE) or ""
+    try:
+        conn = psycopg.connect(dsn, autocommit=True, application_name="pgtrickle")
+    except psycopg.OperationalError as error:
+        shown = {name: value for name, value in conninfo_to_dict(dsn).items() if name in {"host", "port", "dbname", "user"}}
+        where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
+        raise ConnectionFailedError(
+            f"cannot connect to {where}: {str(error).strip()}",
+            f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database.",
+        ) from error
+    return Database(conn, on_step)
+
+
+class Database:
+    """One PostgreSQL database whose stream tables are looked after."""
+
+    def __init__(self, conn: psycopg.Connection[Any], on_step: OnStep | None = None) -> None:
+        self.conn = conn
+        self.engine = Engine(conn, on_step=on_step) if on_step is not None else Engine(conn)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.conn.close()
+
+    def install(self, *, service_role: str | None = None) -> int:
+        """Create or update the catalog; gives its version."""
+        return install(self.conn, service_role=service_role)
+
+    def upgrade(self) -> int:
+        return upgrade(self.conn)
+
+    def uninstall(self, *, drop_tables: bool = False) -> list[str]:
+        """Remove the catalog; gives statements that only the owners of tables can run."""
+        return uninstall(self.conn, drop_tables=drop_tables)
+
+    def create_stream_table(
+        self,
+        name: str,
+        query: str,
+        *,
+        schedule: str = "calculated",
+        refresh_mode: str = "AUTO",
+        placement: str | None = None,
+        initialize: bool = True,
+    ) -> StreamTable:
+        """Create a stream table, and fill it unless told otherwise."""
+        require_installed(self.conn)
+        with _clear_errors(name), self.conn.transaction():
+            compiled = self._compile(query)
+            if refresh_mode.upper() == "DIFFERENTIAL" and compiled.program is None:
+                part = f": {compiled.fragment}" if compiled.fragment else ""
+                raise NotDifferentiableError(
+                    f"{name} cannot be maintained differentially: {compiled.reason}{part}",
+                    "Use refresh_mode AUTO or FULL, or change that part of the query.",
+                )
+            key = _storable_key(compiled.program)
+            row = self.conn.execute(
+                "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
+                " key_columns => %s)",
+                (name, query, schedule, refresh_mode, placement, list(key) if key is not None else None),
+            ).fetchone()
+            assert row is not None
+            id_ = int(row[0])
+            mode = "DIFFERENTIAL" if compiled.program is not None and refresh_mode.upper() != "FULL" else "FULL"
+            self._note_mode(id_, mode, compiled.reason)
+        if initialize:
+            self.engine.refresh([id_], "INITIAL")
+        return self._public(self.engine.rows([id_])[0])
+
+    def _note_mode(self, id_: int, mode: str, reason: str | None) -> None:
+        self.conn.execute("SELECT pgtrickle._note_mode(%s, %s, %s)", (id_, mode, reason))
+
+    def _compile(self, query: str) -> Compiled:
+        """Analyse a query before it is a stream table, by a temporary view that is gone afterwards."""
+        with self.conn.transaction(force_rollback=True):
+            try:
+                self.conn.execute(("CREATE TEMP VIEW pgt_candidate AS " + query.rstrip().rstrip(";")).encode())
+            except psycopg.errors.SyntaxError as error:
+                raise InvalidQueryError(f"the query is not valid: {error.diag.message_primary}") from error
+            row = self.conn.execute("SELECT 'pg_temp.pgt_candidate'::regclass::oid::bigint").fetchone()
+            assert row is not None
+            return self.engine.programs.compile(row[0], "candidate")
+
+    def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
+        with _clear_errors(name):
+            self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
+
+    def stream_tables(self) -> list[StreamTable]:
+        """All stream tables of the database."""
+        require_installed(self.conn)
+        return [self._public(row) for row in self.engine.rows()]
+
+    def stream_table(self, name: str) -> StreamTable:
+        return self._public(self.engine.rows([self.id_of(name)])[0])
+
+    def refresh(self, name: str | Sequence[str]) -> list[RefreshResult]:
+        """Bring one or several stream tables up to date, in one Spark job."""
+        names = [name] if isinstance(name, str) else list(name)
+        return self.engine.refresh([self.id_of(item) for item in names])
+
+    def refresh_all(self) -> list[RefreshResult]:
+        """Bring every stream table of the database up to date."""
+        require_installed(self.conn)
+        return self.engine.refresh([row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"])
+
+    def explain(self, name: str) -> str:
+        """The delta plan as a tree: what runs where, and why."""
+        row = self.engine.rows([self.id_of(name)])[0]
+        compiled = self.engine.programs.compile(row.view_relid, "explain")
+        return explain_program(row, compiled)
+
+    def history(self, name: str, limit: int = 20) -> list[dict[str, Any]]:
+        """The last refreshes of a stream table, newest first."""
+        with self.conn.cursor(row_factory=psycopg.rows.dict_row) as cursor:
+            return cursor.execute(
+                "SELECT refresh_id, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,"
+                " rows_deleted, phases, error, sqlstate FROM pgtrickle.pgt_refresh_history WHERE pgt_id = %s"
+                " ORDER BY refresh_id DESC LIMIT %s",
+                (self.id_of(name), limit),
+            ).fetchall()
+
+    def id_of(self, name: str) -> int:
+        require_installed(self.conn)
+        row = self.conn.execute("SELECT pgtrickle._find(%s)", (name,)).fetchone()
+        if row is None or row[0] is None:
+            known = ", ".join(table.name for table in self.stream_tables()) or "none"
+            raise StreamTableNotFoundError(f"there is no stream table {name}", f"Stream tables here: {known}.")
+        return int(row[0])
+
+    @staticmethod
+    def _public(row: StreamTableRow) -> StreamTable:
+        return StreamTable(
+            row.pgt_id,
+            row.label,
+            row.defining_query,
+            row.schedule,
+            row.refresh_mode,
+            row.effective_mode,
+            row.mode_reason,
+            row.status,
+            row.status_reason,
+            tuple(row.key_columns) if row.key_columns is not None else None,
+            row.data_timestamp,
+            row.owner,
+        )
+
+
+def _storable_key(program: Program | None) -> Iterable[str] | None:
+    """The query's key, where an index can hold it."""
+    if program is None or program.key is None:
+        return None
+    types = {column.name: column.type for column in program.output}
+    return program.key if all(types[name].groupable for name in program.key) else None
+
+
+class _clear_errors:  # noqa: N801
+    """Turns PostgreSQL's errors about a stream table into ours."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, psycopg.Error) or isinstance(error, psycopg.OperationalError):
+            return
+        message, hint = error.diag.message_primary or str(error), error.diag.message_hint
+        classes: dict[type[psycopg.Error], type[Any]] = {
+            psycopg.errors.DuplicateTable: StreamTableExistsError,
+            psycopg.errors.InsufficientPrivilege: PrivilegeError,
+            psycopg.errors.UndefinedObject: StreamTableNotFoundError,
+        }
+        for known, ours in classes.items():
+            if isinstance(error, known):
+                raise ours(message, hint) from error
+        raise InvalidQueryError(f"{self.name}: {message}", hint) from error

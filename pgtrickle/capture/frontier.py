@@ -1,0 +1,42 @@
+"""Frontiers: up to which snapshot a stream table has seen its sources."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A PostgreSQL snapshot: transactions below xmax are over, except those in progress."""
+
+    xmin: int
+    xmax: int
+    in_progress: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Snapshot:
+        """From `xmin:xmax:xip,xip`, as pg_snapshot prints."""
+        xmin, xmax, running = text.split(":")
+        return cls(int(xmin), int(xmax), tuple(int(xid) for xid in running.split(",") if xid))
+
+    def __str__(self) -> str:
+        return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What a stream table's contents reflect: a snapshot of one node, and the meaning of its query then."""
+
+    node: str  # system identifier and database: snapshots of another node are never compared
+    snapshot: Snapshot
+    meaning: str  # changes when a view or function that the query uses is replaced
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any] | None) -> Frontier | None:
+        if value is None:
+            return None
+        return cls(value["node"], Snapshot.parse(value["snapshot"]), value["meaning"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning}

@@ -1,0 +1,183 @@
+"""The statement that brings a delta into the stream table: one, and in one pass.
+
+A delta arrives as text columns, either as arrays in the statement's parameter or in a temporary table. It becomes `z`:
+rows of the stream table with weights. With a key, new rows are inserted or replace their predecessors and the keys that
+are left without a row go; without one, rows are told apart by `__pgt_row_id`, a hash of what they print, and as many copies
+go as the weight says. The statement gives back rows inserted, deleted, and deletions that found no row: a stream table
+that was changed behind our back shows there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pgtrickle.compile.postgres import expression_sql, form_sql
+from pgtrickle.compile.text import ident
+from pgtrickle.delta.linear import Linear
+from pgtrickle.delta.program import Step
+from pgtrickle.query.plan import Column, Filter
+
+ROW_ID = "__pgt_row_id"
+STAGE = "pg_temp.pgt_delta"
+
+
+@dataclass(frozen=True)
+class Target:
+    """The stream table's storage."""
+
+    table: str  # quoted, with schema
+    columns: tuple[Column, ...]
+    key: tuple[str, ...] | None
+
+
+def incoming(columns: Sequence[tuple[str, str]], *, staged: bool) -> str:
+    """The delta as a relation of typed columns, its weight first."""
+    names = [name for name, _ in columns]
+    typed = ["w::bigint AS w", *(f"{ident(name)}::{type_} AS {ident(name)}" for name, type_ in columns)]
+    if staged:
+        return f"SELECT {', '.join(typed)} FROM {STAGE}"
+    arrays = ", ".join(f"($1::text[])[{i + 1}]::text[]" for i in range(len(names) + 1))
+    return f"SELECT {', '.join(typed)} FROM unnest({arrays}) AS u({', '.join(['w', *map(ident, names)])})"
+
+
+def finished(rows: str, steps: Sequence[Step]) -> str:
+    """Rows with weights after the filters and projections that PostgreSQL evaluates last."""
+    for step in steps:
+        if isinstance(step, Filter):
+            rows = f"SELECT * FROM ({rows}) AS f WHERE {expression_sql(step.condition)}"
+        else:
+            items = [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in step.items]
+            rows = f"SELECT {', '.join(['w', *items])} FROM ({rows}) AS p"
+    return rows
+
+
+def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], *, staged: bool) -> str:
+    """Apply a delta of the core's rows."""
+    rows = incoming([(column.id, column.type.name) for column in core], staged=staged)
+    return f"WITH z AS MATERIALIZED ({finished(rows, steps)}){_change(target)}"
+
+
+def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str, *, staged: bool) -> str:
+    """Add a delta to the groups' state, and bring the groups it touched up to date."""
+    keys = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)]
+    sums = linear.state_columns
+    rows = incoming([*keys, *sums], staged=staged)
+    names = [ident(name) for name, _ in keys]
+    group = f" GROUP BY {', '.join(names)}" if names else ""
+    totals = ", ".join(f"sum({name})::{type_} AS {name}" for name, type_ in sums)
+    both = ", ".join([*names, *(name for name, _ in sums)])
+    added = ", ".join(f"{name} = s.{name} + excluded.{name}" for name, _ in sums)
+    conflict = f"({', '.join(names)})" if names else "(singleton)"
+    match = " AND ".join(f"u.{name} IS NOT DISTINCT FROM d.{name}" for name in names) or "true"
+    before = ", ".join(f"u.{name} - d.{name} AS {name}" for name, _ in sums)
+    prefixed = "".join(f"u.{name}, " for name in names)
+    alive = " WHERE n > 0" if linear.keys else ""
+    z = " UNION ALL ".join(
+        finished(_valued(source, linear, weight), steps)
+        for source, weight in ((f"SELECT * FROM up AS u{alive}", 1), (f"SELECT * FROM old{alive or ' WHERE known'}", -1))
+    )
+    return (
+        f"WITH d AS MATERIALIZED (SELECT {', '.join([*names, totals])} FROM ({rows}) AS i{group}),"
+        f" up AS (INSERT INTO {state} AS s ({both}) SELECT {both} FROM d"
+        f" ON CONFLICT {conflict} DO UPDATE SET {added}, known = true RETURNING {both}, known),"
+        f" old AS (SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON {match}),"
+        f" z AS MATERIALIZED ({z}){_change(target)}"
+    )
+
+
+def _valued(source: str, linear: Linear, weight: int) -> str:
+    items = [f"{weight}::bigint AS w"]
+    items += [f"k{i} AS {ident(key.id)}" for i, key in enumerate(linear.keys)]
+    items += [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in linear.values]
+    return f"SELECT {', '.join(items)} FROM ({source}) AS g"
+
+
+def resync_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str) -> str:
+    """Make the stream table what the groups' state says."""
+    alive = " WHERE n > 0" if linear.keys else ""
+    new = finished(_valued(f"SELECT * FROM {state}{alive}", linear, 1), steps)
+    names = ", ".join(f"{ident(column.name)} AS {ident(column.id)}" for column in target.columns)
+    stored = f"SELECT -1::bigint AS w, {names} FROM {target.table}"
+    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
+    ids = ", ".join(ident(column.id) for column in target.columns)
+    return (
+        f"WITH a AS MATERIALIZED ({new} UNION ALL {stored}),"
+        f" h AS (SELECT a.*, pgtrickle._row_id(ROW({printed})::text) AS h FROM a),"
+        f" c AS (SELECT h, sum(w) AS w FROM h GROUP BY h HAVING sum(w) <> 0),"
+        f" z AS MATERIALIZED (SELECT DISTINCT ON (h.h) c.w::bigint AS w, {ids} FROM h JOIN c USING (h)"
+        f" ORDER BY h.h){_change(target)}"
+    )
+
+
+def state_ddl(linear: Linear, state: str) -> list[str]:
+    """A fresh table for the groups' state."""
+    keys = [f"k{i} {key.type.name}" for i, key in enumerate(linear.keys)]
+    columns = [*keys, *(f"{name} {type_} NOT NULL" for name, type_ in linear.state_columns)]
+    columns += ["known boolean NOT NULL DEFAULT false"] + ([] if keys else ["singleton boolean NOT NULL DEFAULT true"])
+    unique = ", ".join(f"k{i}" for i in range(len(keys))) or "singleton"
+    statements = [
+        f"DROP TABLE IF EXISTS {state}",
+        f"CREATE TABLE {state} ({', '.join(columns)}, UNIQUE NULLS NOT DISTINCT ({unique}))",
+    ]
+    if keys:
+        # Groups without rows are found and removed without reading the others.
+        statements.append(f"CREATE INDEX ON {state} (n) WHERE n = 0")
+    return statements
+
+
+def _change(target: Target) -> str:
+    return _change_by_key(target) if target.key is not None else _change_by_row(target)
+
+
+def _change_by_key(target: Target) -> str:
+    assert target.key is not None
+    ids = {column.name: ident(column.id) for column in target.columns}
+    keys = [ids[name] for name in target.key]
+    names = ", ".join(ident(column.name) for column in target.columns)
+    values = ", ".join(ids[column.name] for column in target.columns)
+    listed = ", ".join(keys) or "true"
+    # Rows that are in z with both signs and print the same did not change.
+    plus = f"SELECT {values} FROM z WHERE w > 0"
+    gone = f"SELECT DISTINCT {listed} FROM z WHERE w < 0"
+    kept = f"SELECT {listed} FROM z WHERE w > 0"
+    match = " AND ".join(f"t.{ident(name)} = g.{ids[name]}" for name in target.key)
+    null_match = " AND ".join(f"t.{ident(name)} IS NOT DISTINCT FROM g.{ids[name]}" for name in target.key)
+    has_null = " OR ".join(f"g.{ids[name]} IS NULL" for name in target.key)
+    others = [column for column in target.columns if column.name not in target.key]
+    sets = ", ".join(f"{ident(column.name)} = excluded.{ident(column.name)}" for column in others)
+    if not target.key:
+        # At most one row: it is replaced.
+        return (
+            f", del AS (DELETE FROM {target.table} WHERE EXISTS (SELECT FROM z) RETURNING 1),"
+            f" ins AS (INSERT INTO {target.table} ({names}) {plus} RETURNING 1)"
+            " SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del), 0]"
+        )
+    action = f"UPDATE SET {sets}" if sets else "NOTHING"
+    conflict = ", ".join(ident(name) for name in target.key)
+    return (
+        f", g AS MATERIALIZED ({gone} EXCEPT {kept}),"
+        f" del AS (DELETE FROM {target.table} AS t USING g WHERE {match} RETURNING 1),"
+        f" deln AS (DELETE FROM {target.table} AS t USING g WHERE ({has_null}) AND {null_match} RETURNING 1),"
+        f" ins AS (INSERT INTO {target.table} ({names}) {plus} ON CONFLICT ({conflict}) DO {action} RETURNING 1)"
+        " SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del) + (SELECT count(*) FROM deln),"
+        " (SELECT count(*) FROM g) - (SELECT count(*) FROM del) - (SELECT count(*) FROM deln)]"
+    )
+
+
+def _change_by_row(target: Target) -> str:
+    names = ", ".join(ident(column.name) for column in target.columns)
+    values = ", ".join(ident(column.id) for column in target.columns)
+    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
+    return (
+        f", i AS MATERIALIZED (SELECT z.*, pgtrickle._row_id(ROW({printed})::text) AS row_id FROM z),"
+        f" net AS MATERIALIZED (SELECT row_id, sum(w)::bigint AS w FROM i GROUP BY row_id HAVING sum(w) <> 0),"
+        f" del AS (DELETE FROM {target.table} WHERE ctid = ANY (ARRAY(SELECT x.ctid FROM (SELECT t.ctid, -net.w AS n,"
+        f" row_number() OVER (PARTITION BY t.{ROW_ID}) AS rank FROM {target.table} AS t"
+        f" JOIN net ON t.{ROW_ID} = net.row_id WHERE net.w < 0) AS x WHERE x.rank <= x.n)) RETURNING 1),"
+        f" one AS (SELECT DISTINCT ON (row_id) * FROM i WHERE w > 0 ORDER BY row_id),"
+        f" ins AS (INSERT INTO {target.table} ({names}, {ROW_ID}) SELECT {values}, one.row_id FROM one"
+        f" JOIN net ON net.row_id = one.row_id AND net.w > 0, generate_series(1, net.w) RETURNING 1)"
+        f" SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del),"
+        f" (SELECT coalesce(sum(-w), 0)::bigint FROM net WHERE w < 0) - (SELECT count(*) FROM del)]"
+    )

@@ -1,0 +1,114 @@
+"""Where each part of a delta plan runs: PostgreSQL reads and evaluates, Spark joins and adds up what changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sqlglot import exp
+
+from pgtrickle.compile.spark_aggregates import forms_needed
+from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions
+from pgtrickle.delta.outer import outer_as_union
+from pgtrickle.delta.restrict import is_chain
+from pgtrickle.query.plan import (
+    Aggregate,
+    Exists,
+    Filter,
+    Flip,
+    Fragment,
+    Join,
+    KeyFilter,
+    Negate,
+    Plan,
+    Project,
+    Regroup,
+    UnionAll,
+    Values,
+    Version,
+    at_version,
+    scans_of,
+)
+
+Placement = Literal["auto", "spark"]
+
+
+@dataclass(frozen=True)
+class Placer:
+    """Cuts a plan into fragments for one placement."""
+
+    placement: Placement
+
+    def place(self, plan: Plan) -> Plan:
+        """The plan with its PostgreSQL parts wrapped as fragments; everything above them runs on Spark."""
+        if is_chain(plan) or isinstance(plan, Values):
+            return self._read(plan)
+        try:
+            return self._on_spark(plan)
+        except NotOnSpark as reason:
+            return Fragment(plan, str(reason))
+
+    def _read(self, plan: Plan) -> Plan:
+        scans = scans_of(plan)
+        if not scans or scans[0].version is not Version.OLD:
+            return Fragment(plan, "filters and expressions are evaluated where the rows are")
+        new, change = at_version(plan, Version.NEW), at_version(plan, Version.DELTA)
+        return UnionAll((self._read(new), Negate(self._read(change))), plan.columns)
+
+    def _on_spark(self, plan: Plan) -> Plan:
+        match plan:
+            case Filter(input=child, condition=condition):
+                self._check(child, condition)
+                return Filter(self.place(child), condition)
+            case KeyFilter(input=child):
+                return self.place(child)
+            case Project(input=child, items=items):
+                for _, value in items:
+                    if not isinstance(value, exp.Column) and not is_null(value):
+                        raise NotOnSpark(f"{value.sql(dialect='postgres')} reads several sources")
+                return Project(self.place(child), items)
+            case UnionAll(inputs=inputs, columns=columns):
+                return UnionAll(tuple(self.place(child) for child in inputs), columns)
+            case Join(kind="inner", left=left, right=right, condition=condition):
+                self._check(plan, condition)
+                return replace(plan, left=self.place(left), right=self.place(right))
+            case Join(left=left, right=right, condition=condition):
+                self._check(plan, condition)
+                if self.placement == "auto":
+                    raise NotOnSpark("the state of an outer join is read where it is")
+                return self._on_spark(outer_as_union(plan))
+            case Exists(left=left, right=right, condition=condition):
+                self._check(replace(plan, left=left), condition, plan.left, plan.right)
+                return replace(plan, left=self.place(left), right=self.place(right))
+            case Flip(left=left, right=right, condition=condition):
+                self._check(plan, condition, left, right)
+                return replace(
+                    plan,
+                    left=self.place(left),
+                    left_delta=self.place(plan.left_delta),
+                    right=self.place(right),
+                    right_delta=self.place(plan.right_delta),
+                )
+            case Regroup(new=new, old=old, trigger=trigger):
+                if self.placement == "auto":
+                    raise NotOnSpark("affected groups are recomputed where the rows are")
+                return Regroup(self._on_spark(new), self._on_spark(old), trigger)
+            case Aggregate(input=child):
+                if self.placement == "auto":
+                    raise NotOnSpark("groups of a state are computed where the rows are")
+                forms_needed(plan)
+                return replace(plan, input=self.place(child))
+            case Negate(input=child):
+                return Negate(self.place(child))
+            case _:
+                raise AssertionError(f"{type(plan).__name__} has no place")
+
+    @staticmethod
+    def _check(plan: Plan, condition: exp.Expression, *sides: Plan) -> None:
+        columns = [column for side in (sides or (plan,)) for column in side.columns]
+        SparkExpressions({column.id: column for column in columns}).condition(condition)
+
+
+def is_null(value: exp.Expression) -> bool:
+    """A NULL with a type, as the padded side of an outer join has."""
+    return isinstance(value, exp.Cast) and isinstance(value.this, exp.Null)

@@ -1,0 +1,248 @@
+"""A plan as PostgreSQL's SQL: what a source computes.
+
+States (NEW and OLD scans) are plain relations; a change carries its weights in column `w`. The old state of a table is the
+new one less the change, taken row by row as they print, so that 1.0 and 1.00 stay two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import sqlglot
+from sqlglot import exp
+
+from pgtrickle.compile.text import WINDOW, SqlText, hole, ident
+from pgtrickle.query.plan import (
+    Aggregate,
+    Column,
+    Exists,
+    Filter,
+    Flip,
+    Join,
+    KeyFilter,
+    Negate,
+    Plan,
+    Project,
+    Regroup,
+    RelationColumn,
+    Scan,
+    UnionAll,
+    Values,
+    Version,
+    at_version,
+)
+from pgtrickle.query.types import BOOL, BPCHAR, DATE, FLOAT4, FLOAT8, NUMERIC, TIMESTAMP, TIMESTAMPTZ, Form, PgType
+
+CHANGES_SCHEMA = "pgtrickle_changes"
+DATE_EPOCH = "'2000-01-01'"
+
+
+def compile_fragment(plan: Plan, forms: Sequence[tuple[Column, Form]]) -> SqlText:
+    """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight."""
+    compiler = _Compiler()
+    rows, weighted = compiler.rows(plan)
+    items = [f"{form_sql(ident(column.id), column.type, form)} AS {form_name(column, form)}" for column, form in forms]
+    items.append(("w" if weighted else "1") + "::bigint AS w")
+    return SqlText(f"SELECT {', '.join(items)} FROM ({rows}) AS f", tuple(compiler.keys))
+
+
+def form_name(column: Column, form: Form) -> str:
+    """The name of a column's form in flight. Where the text is the key already, there is only the text."""
+    if form == "key" and column.type.text_is_identity:
+        form = "text"
+    return f"{column.id}_{form[0]}"
+
+
+def form_sql(name: str, type_: PgType, form: Form) -> str:
+    """The PostgreSQL expression that prints a column in the given form."""
+    if form == "text" or (form == "key" and type_.text_is_identity):
+        # A cast of char(n) to text drops its blanks; what the type prints keeps them.
+        return f"textin(bpcharout({name}))" if type_.oid == BPCHAR else f"({name})::text"
+    if form == "key":
+        if type_.oid == NUMERIC:
+            return f"trim_scale({name})::text"
+        if type_.oid in {FLOAT4, FLOAT8}:
+            return f"({name} + 0)::text"  # -0 becomes 0
+        return f"({name})::text"
+    if type_.oid == DATE:
+        return (
+            f"CASE WHEN isfinite({name}) THEN ({name} - date {DATE_EPOCH})::bigint"
+            f" WHEN {name} > date {DATE_EPOCH} THEN 2147483647 ELSE -2147483648 END"
+        )
+    if type_.oid in {TIMESTAMP, TIMESTAMPTZ}:
+        return (
+            f"CASE WHEN isfinite({name}) THEN (extract(epoch FROM {name}) * 1000000)::bigint"
+            f" WHEN {name} > {DATE_EPOCH} THEN 9223372036854775807 ELSE -9223372036854775808 END"
+        )
+    if type_.is_decimal:
+        # NaN is greater than every number, as one beyond the type's range is.
+        return f"CASE WHEN {name} = 'NaN' THEN {decimal_nan(type_)} ELSE {name} END"
+    return name if type_.oid == BOOL else f"({name})::bigint"
+
+
+def form_type(type_: PgType, form: Form) -> str:
+    """The PostgreSQL type of what `form_sql` gives."""
+    if form != "native":
+        return "text"
+    if type_.oid == BOOL:
+        return "boolean"
+    return "numeric" if type_.is_decimal else "bigint"
+
+
+def decimal_nan(type_: PgType) -> str:
+    """The number that stands for NaN of a numeric(p,s)."""
+    assert type_.precision is not None
+    assert type_.scale is not None
+    return "1" + "0" * (type_.precision - type_.scale)
+
+
+def expression_sql(node: exp.Expression) -> str:
+    return node.sql(dialect="postgres")
+
+
+@dataclass
+class _Compiler:
+    keys: list[KeyFilter] = field(default_factory=list)
+
+    def rows(self, plan: Plan) -> tuple[str, bool]:
+        """SQL for the plan's rows, and whether it has a weight column."""
+        match plan:
+            case Scan():
+                return self._scan(plan)
+            case Values(columns=columns, rows=rows):
+                if not columns:
+                    return ("SELECT" if rows else "SELECT WHERE false"), False
+                lines = ", ".join(f"({', '.join(expression_sql(value) for value in row)})" for row in rows)
+                names = ", ".join(ident(column.id) for column in columns)
+                return f"SELECT {names} FROM (VALUES {lines}) AS v({names})", False
+            case Filter(input=child, condition=condition):
+                rows, weighted = self.rows(child)
+                return f"{_select(child.columns, weighted)} FROM ({rows}) AS f WHERE {expression_sql(condition)}", weighted
+            case KeyFilter():
+                return self._key_filter(plan)
+            case Project(input=child, items=items):
+                rows, weighted = self.rows(child)
+                parts = [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in items]
+                return f"SELECT {', '.join(parts + ['w'] * weighted)} FROM ({rows}) AS p", weighted
+            case Join(kind=kind, left=left, right=right, condition=condition):
+                return self._join(kind, left, right, condition)
+            case Exists(left=left, right=right, condition=condition, mark=mark):
+                rows, weighted = self.rows(left)
+                found = f"{self._found(right, condition)} AS {ident(mark.id)}"
+                return f"{_select(left.columns, weighted, [found])} FROM ({rows}) AS l", weighted
+            case Aggregate(input=child, keys=keys, calls=calls):
+                rows, weighted = self.rows(child)
+                assert not weighted, "aggregates are recomputed from states"
+                parts = [ident(key.id) for key in keys]
+                group = f" GROUP BY {', '.join(parts)}" if parts else ""
+                parts += [f"{expression_sql(call)} AS {ident(column.id)}" for column, call in calls]
+                return f"SELECT {', '.join(parts)} FROM ({rows}) AS a{group}", False
+            case UnionAll(inputs=inputs, columns=columns):
+                return self._union([(child, 1) for child in inputs], columns)
+            case Negate(input=child):
+                return self._union([(child, -1)], plan.columns)
+            case Regroup(new=new, old=old):
+                return self._union([(new, 1), (old, -1)], plan.columns)
+            case Flip():
+                return self._flip(plan)
+            case _:
+                raise AssertionError(f"{type(plan).__name__} inside a fragment")
+
+    def _scan(self, plan: Scan) -> tuple[str, bool]:
+        relation = plan.relation
+        table = f"{ident(relation.schema)}.{ident(relation.name)}"
+        stored = [f"{ident(item.name)} AS {ident(column.id)}" for column, item in plan.fields]
+        if plan.version is Version.NEW:
+            return f"SELECT {', '.join(stored)} FROM {table}", False
+        assert relation.buffer is not None, f"{relation.label} is not captured"
+        buffer = f"{CHANGES_SCHEMA}.{ident(relation.buffer)}"
+        changed = [f"{_buffered(item, relation.columns)} AS {ident(column.id)}" for column, item in plan.fields]
+        if plan.version is Version.DELTA:
+            return f"SELECT {', '.join([*changed, '__pgt_w::bigint AS w'])} FROM {buffer} WHERE {hole(WINDOW)}", True
+        both = (
+            f"SELECT {', '.join([*stored, '1 AS w'])} FROM {table} UNION ALL"
+            f" SELECT {', '.join([*changed, '-__pgt_w AS w'])} FROM {buffer} WHERE {hole(WINDOW)}"
+        )
+        values, groups = [], []
+        for column, _ in plan.fields:
+            name = ident(column.id)
+            printed = form_sql(name, column.type, "text")
+            if column.type.groupable:
+                groups.append(name)
+                values.append(name)
+            else:
+                values.append(f"({printed})::{column.type.name} AS {name}")
+            if not column.type.text_is_identity or not column.type.groupable:
+                groups.append(printed)
+        group = f" GROUP BY {', '.join(groups)}" if groups else ""
+        net = f"SELECT {', '.join([*values, 'sum(w) AS w'])} FROM ({both}) AS b{group} HAVING sum(w) > 0"
+        return f"{_select(plan.columns, False)} FROM ({net}) AS n, generate_series(1, n.w)", False
+
+    def _key_filter(self, plan: KeyFilter) -> tuple[str, bool]:
+        rows, weighted = self.rows(plan.input)
+        self.keys.append(plan)
+        condition = hole(f"key{len(self.keys) - 1}")
+        return f"{_select(plan.columns, weighted)} FROM ({rows}) AS k WHERE {condition}", weighted
+
+    def _join(self, kind: str, left: Plan, right: Plan, condition: exp.Expression) -> tuple[str, bool]:
+        left_rows, left_weighted = self.rows(left)
+        right_rows, right_weighted = self.rows(right)
+        weights = ["l.w"] * left_weighted + ["r.w"] * right_weighted
+        names = [ident(column.id) for column in (*left.columns, *right.columns)]
+        items = names + ([" * ".join(weights) + " AS w"] if weights else [])
+        words = {"inner": "JOIN", "left": "LEFT JOIN", "right": "RIGHT JOIN", "full": "FULL JOIN"}
+        return (
+            f"SELECT {', '.join(items)} FROM ({left_rows}) AS l {words[kind]} ({right_rows}) AS r"
+            f" ON {expression_sql(condition)}",
+            bool(weights),
+        )
+
+    def _found(self, right: Plan, condition: exp.Expression) -> str:
+        return f"EXISTS (SELECT FROM ({self.rows(right)[0]}) AS r WHERE {expression_sql(condition)})"
+
+    def _union(self, terms: Iterable[tuple[Plan, int]], columns: tuple[Column, ...]) -> tuple[str, bool]:
+        parts = []
+        for child, sign in terms:
+            rows, weighted = self.rows(child)
+            names = [
+                f"{ident(theirs.id)} AS {ident(ours.id)}" for theirs, ours in zip(child.columns, columns, strict=True)
+            ]
+            weight = f"{'-' if sign < 0 else ''}{'w' if weighted else '1'} AS w"
+            parts.append((names, weight, rows, weighted or sign < 0))
+        any_weighted = any(weighted for *_, weighted in parts)
+        selects = [
+            f"SELECT {', '.join(names + [weight] * any_weighted)} FROM ({rows}) AS u" for names, weight, rows, _ in parts
+        ]
+        return " UNION ALL ".join(selects), any_weighted
+
+    def _flip(self, plan: Flip) -> tuple[str, bool]:
+        old_left, _ = self.rows(at_version(plan.left, Version.OLD))
+        now = self._found(plan.right, plan.condition)
+        before = self._found(at_version(plan.right, Version.OLD), plan.condition)
+        touched = self._found(plan.right_delta, plan.condition)
+        names = [ident(column.id) for column in plan.left.columns]
+        items = ", ".join([*names, f"v.m AS {ident(plan.mark.id)}", "v.s::bigint AS w"])
+        return (
+            f"SELECT {items} FROM ({old_left}) AS l"
+            f" CROSS JOIN LATERAL (SELECT {now} AS n, {before} AS o) AS e"
+            f" CROSS JOIN LATERAL (VALUES (e.n, 1), (e.o, -1)) AS v(m, s) WHERE {touched} AND e.n <> e.o",
+            True,
+        )
+
+
+def _select(columns: Iterable[Column], weighted: bool, more: Sequence[str] = ()) -> str:
+    return f"SELECT {', '.join([*(ident(column.id) for column in columns), *more, *(['w'] * weighted)])}"
+
+
+def _buffered(item: RelationColumn, columns: Sequence[RelationColumn]) -> str:
+    """A source column as the change buffer holds it; a virtual column is computed from those it depends on."""
+    if item.generated is None:
+        return ident(f"c{item.attnum}")
+    attnums = {column.name: column.attnum for column in columns}
+
+    def swap(node: exp.Expression) -> exp.Expression:
+        return exp.column(f"c{attnums[node.name]}") if isinstance(node, exp.Column) else node
+
+    tree = sqlglot.parse_one(item.generated, dialect="postgres").transform(swap)
+    return f"({expression_sql(tree)})"

@@ -1,0 +1,240 @@
+"""A placed plan as one Spark SQL text over the fetched fragments.
+
+Rows carry their weight in `w`; columns carry only the forms that something above reads. Fragments that turned out empty
+take the operators above them with them, so that a text holds only what can contribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlglot import exp
+
+from pgtrickle.compile.place import is_null
+from pgtrickle.compile.postgres import form_name
+from pgtrickle.compile.spark_aggregates import call_sql, forms_needed
+from pgtrickle.compile.spark_expressions import SparkExpressions
+from pgtrickle.query.plan import (
+    Aggregate,
+    Column,
+    Exists,
+    Filter,
+    Flip,
+    Fragment,
+    Join,
+    Negate,
+    Plan,
+    Project,
+    Regroup,
+    UnionAll,
+)
+from pgtrickle.query.types import BOOL, Form, PgType
+
+Forms = frozenset[tuple[Column, Form]]
+
+
+def forms_of(columns: Iterable[Column], form: Form = "text") -> Forms:
+    return frozenset((column, form) for column in columns)
+
+
+def fragment_forms(plan: Plan, wanted: Forms) -> dict[Fragment, Forms]:
+    """For each fragment of a placed plan, the forms that must be fetched when `wanted` is asked of the whole."""
+    found: dict[Fragment, Forms] = {}
+    _SparkCompiler(None, found).rows(plan, wanted)
+    return found
+
+
+def compile_spark(plan: Plan, wanted: Forms, tables: Mapping[Fragment, str | None]) -> str | None:
+    """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
+
+    `tables` names the relation that holds each fragment, or None where the fragment is empty.
+    """
+    return _SparkCompiler(tables, {}).rows(plan, wanted)
+
+
+def consolidated(rows: str, forms: Forms) -> str:
+    """Equal rows become one with the sum of their weights; zeros go."""
+    names = _names(forms)
+    group = f" GROUP BY {', '.join(names)}" if names else ""
+    return f"SELECT {', '.join([*names, 'sum(w) AS w'])} FROM ({rows}){group} HAVING sum(w) <> 0"
+
+
+def _names(forms: Iterable[tuple[Column, Form]]) -> list[str]:
+    return sorted({form_name(column, form) for column, form in forms})
+
+
+@dataclass
+class _SparkCompiler:
+    tables: Mapping[Fragment, str | None] | None
+    found: dict[Fragment, Forms]
+
+    def rows(self, plan: Plan, wanted: Forms) -> str | None:
+        match plan:
+            case Fragment():
+                self.found[plan] = self.found.get(plan, frozenset()) | wanted
+                table = "t" if self.tables is None else self.tables[plan]
+                return None if table is None else f"SELECT {', '.join([*_names(wanted), 'w'])} FROM {table}"
+            case Filter(input=child, condition=condition):
+                text, needed = _condition(child.columns, condition)
+                rows = self.rows(child, wanted | needed)
+                return None if rows is None else f"{_select(wanted)} FROM ({rows}) WHERE {text}"
+            case Project():
+                return self._project(plan, wanted)
+            case UnionAll(inputs=inputs, columns=columns):
+                return self._union([(child, 1) for child in inputs], columns, wanted)
+            case Negate(input=child):
+                return self._union([(child, -1)], child.columns, wanted)
+            case Regroup(new=new, old=old):
+                return self._union([(new, 1), (old, -1)], plan.columns, wanted)
+            case Join(left=left, right=right, condition=condition):
+                text, needed = _condition((*left.columns, *right.columns), condition)
+                one = self.rows(left, _of(left, wanted | needed))
+                other = self.rows(right, _of(right, wanted | needed))
+                if one is None or other is None:
+                    return None
+                items = [*_names(wanted), "l.w * r.w AS w"]
+                return f"SELECT {', '.join(items)} FROM ({one}) l JOIN ({other}) r ON {text}"
+            case Exists():
+                return self._exists(plan, wanted)
+            case Flip():
+                return self._flip(plan, wanted)
+            case Aggregate():
+                return self._aggregate(plan, wanted)
+            case _:
+                raise AssertionError(f"{type(plan).__name__} on Spark")
+
+    def _project(self, plan: Project, wanted: Forms) -> str | None:
+        items: dict[str, str] = {}
+        below: set[tuple[Column, Form]] = set()
+        by_id = {column.id: column for column in plan.input.columns}
+        values = {column.id: value for column, value in plan.items}
+        for column, form in wanted:
+            value = values[column.id]
+            if isinstance(value, exp.Column):
+                source = by_id[value.name]
+                below.add((source, form))
+                items[form_name(column, form)] = form_name(source, form)
+            else:
+                assert is_null(value)
+                items[form_name(column, form)] = f"CAST(NULL AS {spark_type(column.type, form)})"
+        rows = self.rows(plan.input, frozenset(below))
+        if rows is None:
+            return None
+        parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
+        return f"SELECT {', '.join([*parts, 'w'])} FROM ({rows})"
+
+    def _union(self, terms: Sequence[tuple[Plan, int]], columns: tuple[Column, ...], wanted: Forms) -> str | None:
+        position = {column.id: i for i, column in enumerate(columns)}
+        selects = []
+        for child, sign in terms:
+            pairs = [(column, form, child.columns[position[column.id]]) for column, form in wanted]
+            rows = self.rows(child, frozenset((theirs, form) for _, form, theirs in pairs))
+            if rows is None:
+                continue
+            items = sorted({f"{form_name(theirs, form)} AS {form_name(ours, form)}" for ours, form, theirs in pairs},
+                           key=lambda item: item.split(" AS ")[1])
+            weight = "-w AS w" if sign < 0 else "w"
+            selects.append(f"SELECT {', '.join([*items, weight])} FROM ({rows})")
+        return " UNION ALL ".join(selects) if selects else None
+
+    def _exists(self, plan: Exists, wanted: Forms) -> str | None:
+        text, needed = _condition((*plan.left.columns, *plan.right.columns), plan.condition)
+        mine = _of(plan.left, wanted | needed)
+        rows = self.rows(plan.left, mine)
+        others = self.rows(plan.right, _of(plan.right, needed))
+        if rows is None:
+            return None
+        kept = _names(_of(plan.left, wanted))
+        if others is None:
+            return f"SELECT {', '.join([*kept, *_marks('false', plan.mark, wanted), 'w'])} FROM ({rows})"
+        grouped = [*_names(mine), "l.w"]
+        marks = _marks("coalesce(sum(r.w), 0) > 0", plan.mark, wanted)
+        return (
+            f"SELECT {', '.join([*kept, *marks, 'l.w AS w'])}"
+            f" FROM ({consolidated(rows, mine)}) l LEFT JOIN ({others}) r ON {text} GROUP BY {', '.join(grouped)}"
+        )
+
+    def _flip(self, plan: Flip, wanted: Forms) -> str | None:
+        text, needed = _condition((*plan.left.columns, *plan.right.columns), plan.condition)
+        mine, theirs = _of(plan.left, wanted | needed), _of(plan.right, needed)
+        old = self._union([(plan.left, 1), (plan.left_delta, -1)], plan.left.columns, mine)
+        change = self._union([(plan.right_delta, 1)], plan.right.columns, theirs)
+        now = self.rows(plan.right, theirs)
+        if old is None or change is None:
+            return None
+        names = [*_names(theirs), "w"]
+        tagged = f"SELECT {', '.join(names)}, true AS changed FROM ({change})"
+        if now is not None:
+            tagged += f" UNION ALL SELECT {', '.join(names)}, false AS changed FROM ({now})"
+        grouped = [*_names(mine), "l.w"]
+        counts = (
+            f"SELECT {', '.join([*_names(mine), 'l.w AS w'])}, sum(IF(r.changed, 0, r.w)) AS pgt_now,"
+            f" sum(IF(r.changed, r.w, 0)) AS pgt_moved FROM ({consolidated(old, mine)}) l JOIN ({tagged}) r ON {text}"
+            f" GROUP BY {', '.join(grouped)}"
+        )
+        kept = _names(_of(plan.left, wanted))
+        marks = _marks("IF(pgt_sign = 1, pgt_now > 0, pgt_now - pgt_moved > 0)", plan.mark, wanted)
+        return (
+            f"SELECT {', '.join([*kept, *marks, 'w * pgt_sign AS w'])} FROM ({counts})"
+            f" CROSS JOIN (VALUES (1), (-1)) AS s(pgt_sign) WHERE (pgt_now > 0) <> (pgt_now - pgt_moved > 0)"
+        )
+
+    def _aggregate(self, plan: Aggregate, wanted: Forms) -> str | None:
+        keys = {key.id for key in plan.keys}
+        needed = frozenset(forms_needed(plan)) | {pair for pair in wanted if pair[0].id in keys}
+        rows = self.rows(plan.input, needed)
+        if rows is None and plan.keys:
+            return None
+        calls = {column.id: call for column, call in plan.calls}
+        items = {}
+        for column, form in wanted:
+            name = form_name(column, form)
+            if column.id not in keys:
+                items[name] = call_sql(plan, calls[column.id], column, form)
+            else:
+                items[name] = name if name == form_name(column, "text") else f"max({name})"
+        parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
+        grouped = [form_name(key, "text") for key in plan.keys]
+        group = f" GROUP BY {', '.join(grouped)}" if grouped else ""
+        if rows is None:
+            nothing = "".join(
+                f"CAST(NULL AS {spark_type(column.type, form)}) AS {form_name(column, form)}, " for column, form in needed
+            )
+            rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
+        return f"SELECT {', '.join([*parts, 'CAST(1 AS BIGINT) AS w'])} FROM ({consolidated(rows, needed)}){group}"
+
+
+def _marks(value: str, mark: Column, wanted: Forms) -> list[str]:
+    """The boolean in every form that is asked for."""
+    items = []
+    for column, form in wanted:
+        if column.id == mark.id:
+            items.append(f"{value if form == 'native' else f'CAST({value} AS STRING)'} AS {form_name(mark, form)}")
+    return sorted(set(items))
+
+
+def spark_type(type_: PgType, form: Form) -> str:
+    """Spark's type for a form in flight."""
+    if form != "native":
+        return "STRING"
+    if type_.oid == BOOL:
+        return "BOOLEAN"
+    if type_.is_decimal:
+        return f"DECIMAL({(type_.precision or 0) + 1},{type_.scale})"
+    return "BIGINT"
+
+
+def _condition(columns: Sequence[Column], condition: exp.Expression) -> tuple[str, Forms]:
+    translator = SparkExpressions({column.id: column for column in columns})
+    text = translator.condition(condition)
+    return text, frozenset(translator.needed)
+
+
+def _of(plan: Plan, forms: Forms) -> Forms:
+    own = {column.id for column in plan.columns}
+    return frozenset(pair for pair in forms if pair[0].id in own)
+
+
+def _select(wanted: Forms) -> str:
+    return f"SELECT {', '.join([*_names(wanted), 'w'])}"

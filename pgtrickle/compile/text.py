@@ -1,0 +1,45 @@
+"""SQL text with holes for values that only the refresh knows: key sets, and the window between frontier and cut."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from psycopg import sql
+
+from pgtrickle.query.plan import KeyFilter
+
+# A user's literal could look like a hole: the nonce makes sure that it does not.
+_NONCE = secrets.token_hex(8)
+_HOLE = re.compile(rf"⟦{_NONCE}:(\w+)⟧")
+WINDOW = "window"
+
+
+def hole(name: str) -> str:
+    return f"⟦{_NONCE}:{name}⟧"
+
+
+@dataclass(frozen=True)
+class SqlText:
+    """A statement whose holes are the names in `keys` and the window."""
+
+    text: str
+    keys: tuple[KeyFilter, ...] = field(default=())
+
+    def fill(self, value: Callable[[str], sql.Composable]) -> sql.Composed:
+        """The statement with every hole filled; `value` is given the hole's name."""
+        parts: list[sql.Composable] = []
+        end = 0
+        for match in _HOLE.finditer(self.text):
+            parts.append(sql.SQL(self.text[end : match.start()]))  # type: ignore[arg-type]
+            parts.append(value(match.group(1)))
+            end = match.end()
+        parts.append(sql.SQL(self.text[end:]))  # type: ignore[arg-type]
+        return sql.Composed(parts)
+
+
+def ident(name: str) -> str:
+    """An identifier, quoted."""
+    return '"' + name.replace('"', '""') + '"'

@@ -1,0 +1,37 @@
+"""Outer joins as inner joins plus rows without a partner, padded with NULLs."""
+
+from __future__ import annotations
+
+from sqlglot import exp
+
+from pgtrickle.query.conditions import cast_to
+from pgtrickle.query.plan import Column, Exists, Filter, Join, Plan, Project, UnionAll
+from pgtrickle.query.subqueries import BOOLEAN
+
+
+def partner_mark(rows: Plan, others: Plan, condition: exp.Expression) -> Exists:
+    """The rows of one side, marked by whether a row of the other meets them."""
+    first = (rows.columns or others.columns)[0].id if rows.columns or others.columns else "0"
+    return Exists(rows, others, condition, Column(f"m{first}", "partner", BOOLEAN))
+
+
+def padded(marked: Plan, rows: Plan, mark: Column, columns: tuple[Column, ...]) -> Plan:
+    """The marked rows that have no partner, in the shape of the join."""
+    own = {column.id for column in rows.columns}
+    items = tuple(
+        (column, column.ref() if column.id in own else cast_to(exp.null(), column.type.name))
+        for column in columns
+    )
+    return Project(Filter(marked, exp.Not(this=mark.ref())), items)
+
+
+def outer_as_union(join: Join) -> UnionAll:
+    """The same rows as the outer join, from operators that Spark runs with weights."""
+    terms: list[Plan] = [Join("inner", join.left, join.right, join.condition)]
+    if join.kind in {"left", "full"}:
+        marked = partner_mark(join.left, join.right, join.condition)
+        terms.append(padded(marked, join.left, marked.mark, join.columns))
+    if join.kind in {"right", "full"}:
+        marked = partner_mark(join.right, join.left, join.condition)
+        terms.append(padded(marked, join.right, marked.mark, join.columns))
+    return UnionAll(tuple(terms), join.columns)

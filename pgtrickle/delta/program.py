@@ -1,0 +1,90 @@
+"""Everything a refresh needs to know about a query, worked out once: what to add up or recompute, and how rows are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlglot import exp
+
+from pgtrickle.delta.differentiate import differentiate
+from pgtrickle.delta.keys import key_columns
+from pgtrickle.delta.linear import Linear, linear_form
+from pgtrickle.delta.restrict import is_chain
+from pgtrickle.query.bind import Binder
+from pgtrickle.query.normalise import normalise
+from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, inputs_of, scans_of
+from pgtrickle.query.unsupported import Unsupported
+
+# Filters and projections that PostgreSQL evaluates when rows are applied, from the first to the last.
+Step = Filter | Project
+
+
+@dataclass(frozen=True)
+class Program:
+    """How one query is maintained differentially."""
+
+    output: tuple[Column, ...]  # the stream table's columns
+    plan: Plan  # the whole query
+    core: Plan  # what is maintained; `finish` makes the output of it
+    finish: tuple[Step, ...]
+    key: tuple[str, ...] | None
+    linear: Linear | None
+    change: Plan | None  # of the linear input, or of the core
+
+    @property
+    def scans(self) -> list[Scan]:
+        return scans_of(self.plan)
+
+
+def build_program(text: str, binder: Binder) -> Program:
+    """The program of a query given as PostgreSQL's canonical text; raises Unsupported with the reason."""
+    bound = binder.bind_text(text)
+
+    def types_of(columns, expressions):  # type: ignore[no-untyped-def]
+        return binder.typing.types_of(list(columns), expressions)
+
+    plan = normalise(bound.plan, binder.column, types_of)
+    output = plan.columns
+    key = key_columns(plan, output)
+    core, finish = _peel(plan)
+    linear = linear_form(core, binder.column, types_of) if isinstance(core, Aggregate) else None
+    if linear is not None:
+        narrowed = normalise(linear.input, binder.column, types_of)
+        linear = Linear(narrowed, linear.keys, linear.arguments, linear.values)
+    change = differentiate(linear.input if linear is not None else core)
+    if change is None:
+        raise Unsupported("the query reads no table")
+    if key is None:
+        _check_digits(core)
+    return Program(output, plan, core, finish, key, linear, change)
+
+
+def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:
+    """Split off what stands on top and only changes single rows."""
+    steps: list[Step] = []
+    while isinstance(plan, Filter | Project) and not is_chain(plan):
+        steps.append(plan)
+        plan = plan.input
+    return plan, tuple(reversed(steps))
+
+
+def _check_digits(plan: Plan) -> None:
+    """Rows without a key are found by what they print; a float sum prints otherwise after every change of order."""
+    for node in _walk(plan):
+        if isinstance(node, Aggregate) and any(column.type.is_float for column, _ in node.calls):
+            raise Unsupported(
+                "the digits of a float aggregate depend on the order of its rows, and the result has no key to find"
+                " its rows by: add the GROUP BY columns to the output",
+                node.calls[0][1],
+            )
+
+
+def _walk(plan: Plan) -> list[Plan]:
+    return [plan, *(node for child in inputs_of(plan) for node in _walk(child))]
+
+
+def is_recomputed(change: Plan) -> bool:
+    """Whether some group of the query is recomputed from its rows."""
+    return any(isinstance(node, Regroup) for node in _walk(change))
+
+

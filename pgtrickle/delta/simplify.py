@@ -1,0 +1,79 @@
+"""A delta plan for one refresh: what did not change contributes nothing and has no old state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+
+from sqlglot import exp
+
+from pgtrickle.query.plan import (
+    Aggregate,
+    Exists,
+    Filter,
+    Flip,
+    Join,
+    KeyFilter,
+    Negate,
+    Plan,
+    Project,
+    Regroup,
+    Scan,
+    UnionAll,
+    Values,
+    Version,
+)
+
+
+def simplify(plan: Plan, changed: Set[int]) -> Plan | None:
+    """The plan given that only the tables with these OIDs changed; None where it is empty."""
+    match plan:
+        case Scan(relation=relation, version=version):
+            if relation.oid in changed or version is Version.NEW:
+                return plan
+            return None if version is Version.DELTA else replace(plan, version=Version.NEW)
+        case Values():
+            return plan
+        case Filter(condition=exp.Boolean(this=False)):
+            return None
+        case Filter(input=child) | Project(input=child) | Negate(input=child):
+            inner = simplify(child, changed)
+            return None if inner is None else replace(plan, input=inner)
+        case KeyFilter(input=child, origin=origin):
+            inner, keys = simplify(child, changed), simplify(origin, changed)
+            if inner is None:
+                return None
+            return KeyFilter(inner, plan.column, keys or _nothing(origin), plan.origin_column, plan.nulls)
+        case Join(left=left, right=right):
+            one, other = simplify(left, changed), simplify(right, changed)
+            return None if one is None or other is None else replace(plan, left=one, right=other)
+        case Exists(left=left, right=right):
+            rows, others = simplify(left, changed), simplify(right, changed)
+            return None if rows is None or others is None else replace(plan, left=rows, right=others)
+        case Aggregate(input=child):
+            inner = simplify(child, changed)
+            return None if inner is None else replace(plan, input=inner)
+        case UnionAll(inputs=inputs, columns=columns):
+            kept = tuple(term for term in (simplify(child, changed) for child in inputs) if term is not None)
+            return UnionAll(kept, columns) if kept else None
+        case Regroup(new=new, old=old, trigger=trigger):
+            touched = simplify(trigger, changed)
+            now, before = simplify(new, changed), simplify(old, changed)
+            if touched is None or now is None or before is None:
+                return None
+            return Regroup(now, before, touched)
+        case Flip(left=left, left_delta=left_delta, right=right, right_delta=right_delta):
+            change = simplify(right_delta, changed)
+            rows, others = simplify(left, changed), simplify(right, changed)
+            if change is None or rows is None or others is None:
+                return None
+            moved = simplify(left_delta, changed) or _nothing(left)
+            return replace(plan, left=rows, left_delta=moved, right=others, right_delta=change)
+        case _:
+            raise AssertionError(f"{type(plan).__name__} is made after placement")
+
+
+def _nothing(plan: Plan) -> Plan:
+    """An empty relation with the plan's columns."""
+    return Values(plan.columns, ())
+

@@ -1,0 +1,236 @@
+"""The apply: one transaction that changes the rows, moves the frontier and writes the history, or does nothing."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+from pgtrickle.compile.apply import Target, linear_statement, resync_statement, rows_statement, state_ddl
+from pgtrickle.compile.text import ident
+from pgtrickle.engine.cut import set_local
+from pgtrickle.engine.jobs import whole_view
+from pgtrickle.engine.load import as_arrays, is_staged, stage
+from pgtrickle.engine.types import RefreshResult, StreamTableRow
+from pgtrickle.errors import PgtrickleError, RefreshConflictError
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.refresh import OnStep, _Work
+
+STATEMENT_TIMEOUT = "30min"
+
+
+class Diverged(PgtrickleError):
+    """The stored rows are not those that the frontier says; the stream table starts over."""
+
+
+def apply_delta(
+    conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None, initiated_by: str, on_step: OnStep
+) -> RefreshResult:
+    """Apply a delta (None: empty) and record the refresh."""
+    started = time.monotonic()
+    row = work.row
+    with conn.transaction():
+        _take(conn, row, work.token)
+        settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
+        set_local(
+            conn,
+            settings | {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT},
+        )
+        on_step("load")
+        inserted, deleted = _write(conn, work, delta)
+        work.phases.apply = time.monotonic() - started
+        result = _record(conn, work, inserted, deleted, initiated_by)
+        on_step("commit")
+    on_step("committed")
+    return result
+
+
+def record_no_data(conn: psycopg.Connection[Any], work: _Work, initiated_by: str) -> RefreshResult:
+    """The frontier moves on though nothing changed."""
+    with conn.transaction():
+        _take(conn, work.row, work.token)
+        return _record(conn, work, 0, 0, initiated_by, action="NO_DATA")
+
+
+def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> None:
+    """Lock the catalog row and prove that the claim is still ours; the guard lets this transaction write."""
+    taken = conn.execute(
+        "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id()"
+        " WHERE pgt_id = %s AND fencing_token = %s",
+        (row.pgt_id, token),
+    ).rowcount
+    if taken != 1:
+        raise RefreshConflictError(
+            f"another process took over the refresh of {row.label}", "Nothing was written. Refresh again if needed."
+        )
+
+
+def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -> tuple[int, int]:
+    row, compiled, decision = work.row, work.compiled, work.decision
+    assert compiled is not None
+    assert decision is not None
+    program = compiled.program
+    key = tuple(row.key_columns) if row.key_columns is not None else None
+    table = f"{ident(row.pgt_schema)}.{ident(row.pgt_name)}"
+    state = f"pgtrickle_views.{ident(f'state_{row.pgt_id}')}"
+    staged = delta is not None and is_staged(delta)
+    if staged and delta is not None:
+        stage(conn, delta, None if row.own else row.owner)
+    arrays = as_arrays(delta) if delta is not None and not staged else []
+    if program is not None and program.linear is not None:
+        target = Target(table, program.output, key)
+        if decision.action == "DIFFERENTIAL":
+            counts = _run(conn, row, linear_statement(target, program.linear, program.finish, state, staged=staged), arrays)
+        else:
+            for statement in state_ddl(program.linear, state):
+                _command(conn, row, statement)
+            if delta is not None:
+                _run(conn, row, _load_state(program.linear, state, staged=staged), arrays)
+            counts = _run(conn, row, resync_statement(target, program.linear, program.finish, state), [])
+        if program.linear.keys:
+            _run(conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", [])
+    elif delta is None:
+        return 0, 0
+    elif decision.action == "DIFFERENTIAL":
+        assert program is not None
+        target = Target(table, program.output, key)
+        counts = _run(conn, row, rows_statement(target, program.core.columns, program.finish, staged=staged), arrays)
+    else:
+        on_spark = program is not None and row.placement == "spark"
+        columns = program.output if on_spark and program is not None else whole_view(compiled.view)[1]
+        counts = _run(conn, row, rows_statement(Target(table, columns, key), columns, (), staged=staged), arrays)
+    if counts[2] != 0:
+        raise Diverged(
+            f"{row.label} does not hold the rows it should ({counts[2]} to delete were not found)",
+            "It was changed by hand or restored; it is rebuilt from its query.",
+        )
+    return counts[0], counts[1]
+
+
+def _load_state(linear: Any, state: str, *, staged: bool) -> str:
+    from pgtrickle.compile.apply import incoming
+
+    columns = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)] + linear.state_columns
+    names = ", ".join(name for name, _ in columns)
+    keys = ", ".join(name for name, _ in columns[: len(linear.keys)])
+    totals = ", ".join(
+        [name for name, _ in columns[: len(linear.keys)]]
+        + [f"sum({name})::{type_}" for name, type_ in linear.state_columns]
+    )
+    group = f" GROUP BY {keys}" if keys else ""
+    return (
+        f"WITH i AS (INSERT INTO {state} ({names}, known) SELECT {totals}, true"
+        f" FROM ({incoming(columns, staged=staged)}) AS d{group} RETURNING 1) SELECT ARRAY[count(*)] FROM i"
+    )
+
+
+def _run(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, arrays: list[str]) -> list[int]:
+    """Run a statement that gives back counts, with the rights of the stream table's owner."""
+    if row.own:
+        with psycopg.RawCursor(conn) as cursor:
+            answer = cursor.execute(statement.encode(), [arrays] if "$1" in statement else None).fetchone()
+    else:
+        function = sql.Identifier("pgtrickle_views", f"write_{row.pgt_id}")
+        answer = conn.execute(sql.SQL("SELECT {}(%s, %s)").format(function), (statement, arrays)).fetchone()
+    assert answer is not None
+    return [int(value) for value in answer[0]]
+
+
+def _command(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str) -> None:
+    """Run a command that gives nothing back, with the rights of the stream table's owner."""
+    if row.own:
+        conn.execute(statement.encode())
+    else:
+        function = sql.Identifier("pgtrickle_views", f"run_{row.pgt_id}")
+        conn.execute(sql.SQL("SELECT {}(%s)").format(function), (statement,))
+
+
+def _record(
+    conn: psycopg.Connection[Any], work: _Work, inserted: int, deleted: int, initiated_by: str, action: str | None = None
+) -> RefreshResult:
+    """Frontier, state and history, in the apply's own transaction."""
+    decision, frontier = work.decision, work.frontier
+    assert decision is not None
+    assert frontier is not None
+    action = action or decision.action
+    reason = decision.reason or (decision.mode_reason if action == "FULL" else None)
+    parameters = {
+        "id": work.row.pgt_id,
+        "schema": work.row.pgt_schema,
+        "name": work.row.pgt_name,
+        "frontier": Jsonb(frontier.to_json()),
+        "time": work.cut_time,
+        "mode": decision.mode,
+        "mode_reason": decision.mode_reason,
+        "action": action,
+        "reason": reason,
+        "rows_in": work.rows_in,
+        "inserted": inserted,
+        "deleted": deleted,
+        "phases": Jsonb(work.phases.seconds()),
+        "by": initiated_by,
+        "seconds": time.monotonic() - work.started,
+        "sources": [source.relid for source in work.sources],
+        "signatures": [source.signature for source in work.sources],
+    }
+    with conn.cursor(row_factory=dict_row) as cursor:
+        cursor.execute(
+            "UPDATE pgtrickle.pgt_stream_tables SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,"
+            " status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,"
+            " reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s, claimed_by = NULL,"
+            " claim_expires = NULL, consecutive_errors = 0, last_error = NULL, updated_at = now(),"
+            " data_version = data_version + CASE WHEN %(inserted)s + %(deleted)s > 0 THEN 1 ELSE 0 END"
+            " WHERE pgt_id = %(id)s",
+            parameters,
+        )
+        cursor.execute(
+            "UPDATE pgtrickle.pgt_dependencies d SET capture_signature = s.signature"
+            " FROM unnest(%(sources)s::oid[], %(signatures)s::text[]) AS s(relid, signature)"
+            " WHERE d.pgt_id = %(id)s AND d.source_relid = s.relid"
+            " AND d.capture_signature IS DISTINCT FROM s.signature",
+            parameters,
+        )
+        row = cursor.execute(
+            "INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action,"
+            " initiated_by, reason, rows_in, rows_inserted, rows_updated, rows_deleted, phases, frontier)"
+            " VALUES (%(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s),"
+            " clock_timestamp(), 'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s,"
+            " %(phases)s, %(frontier)s) RETURNING refresh_id",
+            parameters,
+        ).fetchone()
+    assert row is not None
+    return RefreshResult(
+        work.row.pgt_id,
+        work.row.label,
+        action,
+        reason,
+        work.rows_in,
+        inserted,
+        deleted,
+        work.phases.seconds(),
+        row["refresh_id"],
+    )
+
+
+def record_failure(
+    conn: psycopg.Connection[Any], row: StreamTableRow, token: int, error: Exception, initiated_by: str
+) -> None:
+    """Give the claim back and tell what happened."""
+    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    with conn.transaction():
+        conn.execute(
+            "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL, apply_xid = NULL,"
+            " consecutive_errors = consecutive_errors + 1, last_error = %s WHERE pgt_id = %s AND fencing_token = %s",
+            (str(error), row.pgt_id, token),
+        )
+        conn.execute(
+            "INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, end_time, status, initiated_by,"
+            " error, sqlstate) VALUES (%s, %s, %s, clock_timestamp(), 'FAILED', %s, %s, %s)",
+            (row.pgt_id, row.pgt_schema, row.pgt_name, initiated_by, str(error), sqlstate),
+        )

@@ -1,0 +1,147 @@
+"""What a refresh does: nothing, the change, or everything anew, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from pgtrickle.capture.frontier import Frontier, Snapshot
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.cut import Cut
+from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.types import StreamTableRow
+
+Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source at the cut, seen from one stream table's frontier."""
+
+    relid: int
+    label: str
+    captured: bool
+    stable_name: str | None
+    signature: str | None
+    known_signature: str | None
+    changed: bool
+    markers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    action: Action
+    reason: str | None
+    mode: Literal["DIFFERENTIAL", "FULL"]
+    mode_reason: str | None
+
+
+_MARKERS = {
+    "TRUNCATE": "{} was truncated",
+    "SCHEMA": "columns of {} were renamed or retyped",
+    "OVERFLOW": "the change buffer of {} overflowed",
+}
+
+
+def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[int, list[Source]]:
+    """For each stream table its sources, with what happened to them since its frontier."""
+    with cut.conn.cursor(row_factory=dict_row) as cursor:
+        rows = cursor.execute(load_query("sources"), {"ids": list(frontiers)}).fetchall()
+    probes: list[sql.Composable] = []
+    probed: list[int] = []
+    for i, row in enumerate(rows):
+        frontier = frontiers[row["pgt_id"]]
+        if frontier is None or row["buffer"] is None or frontier.node != cut.node:
+            continue
+        window = _window(frontier.snapshot, "__pgt_xid")
+        buffer = sql.Identifier("pgtrickle_changes", row["buffer"])
+        markers = sql.SQL(
+            "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
+        ).format(sql.Literal(row["stable_name"]), _window(frontier.snapshot, "xid"))
+        probes.append(
+            sql.SQL("SELECT {}, EXISTS (SELECT FROM {} WHERE {}), {}").format(sql.Literal(i), buffer, window, markers)
+        )
+        probed.append(i)
+    found = {}
+    if probes:
+        answers = cut.conn.execute(sql.SQL(" UNION ALL ").join(probes)).fetchall()
+        found = {i: (changed, tuple(markers)) for i, changed, markers in answers}
+    result: dict[int, list[Source]] = {pgt_id: [] for pgt_id in frontiers}
+    for i, row in enumerate(rows):
+        changed, markers = found.get(i, (False, ()))
+        result[row["pgt_id"]].append(
+            Source(
+                row["relid"],
+                f"{row['schema']}.{row['name']}",
+                row["buffer"] is not None,
+                row["stable_name"],
+                row["signature"],
+                row["known_signature"],
+                changed,
+                markers,
+            )
+        )
+    return result
+
+
+def _window(snapshot: Snapshot, column: str) -> sql.Composable:
+    condition = sql.SQL("{} >= {}").format(sql.Identifier(column), sql.Literal(snapshot.xmax))
+    if snapshot.in_progress:
+        running = sql.SQL("{} = ANY ({})").format(sql.Identifier(column), sql.Literal(list(snapshot.in_progress)))
+        condition = sql.SQL("({} OR {})").format(condition, running)
+    return condition
+
+
+def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], now: Frontier) -> Decision:
+    """The action for one stream table at this cut."""
+    mode: Literal["DIFFERENTIAL", "FULL"] = "DIFFERENTIAL"
+    reason: str | None = None
+    uncaptured = [source.label for source in sources if not source.captured]
+    if row.refresh_mode == "FULL":
+        mode, reason = "FULL", "refresh_mode is FULL"
+    elif compiled.program is None:
+        mode, reason = "FULL", compiled.reason
+        if compiled.fragment:
+            reason = f"{reason}: {compiled.fragment}"
+    elif uncaptured:
+        mode, reason = "FULL", f"changes of {', '.join(uncaptured)} are not captured"
+    known = Frontier.from_json(row.frontier)
+    again = _must_start_over(row, sources, known, now)
+    if again is not None:
+        return Decision("REINITIALIZE", again, mode, reason)
+    moved = any(source.changed for source in sources)
+    if mode == "FULL":
+        if sources and not moved and not uncaptured and not _follows_time(reason):
+            return Decision("NO_DATA", "no source changed", mode, reason)
+        return Decision("FULL", reason, mode, reason)
+    if not moved:
+        return Decision("NO_DATA", "no source changed", mode, reason)
+    return Decision("DIFFERENTIAL", None, mode, reason)
+
+
+def _follows_time(reason: str | None) -> bool:
+    """A result that changes although its sources do not."""
+    return reason is not None and ("current time" in reason or reason.startswith("STABLE functions"))
+
+
+def _must_start_over(
+    row: StreamTableRow, sources: Sequence[Source], known: Frontier | None, now: Frontier
+) -> str | None:
+    if row.reinit_reason is not None:
+        return row.reinit_reason
+    if known is None:
+        return "no frontier is stored"
+    if known.node != now.node:
+        return "the database was restored or moved: its transactions are not those of the frontier"
+    if known.meaning != now.meaning:
+        return "a view or function that the query uses was replaced"
+    for source in sources:
+        for kind in source.markers:
+            return _MARKERS[kind].format(source.label)
+        if source.captured and source.signature != source.known_signature:
+            return f"capture triggers or partitions of {source.label} changed"
+    return None

@@ -1,0 +1,138 @@
+"""One stream table's part in a refresh: what it reads, the Spark SQL over it, and what the apply receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from sqlglot import exp
+
+from pgtrickle.compile.place import Placement, Placer
+from pgtrickle.compile.postgres import form_name
+from pgtrickle.compile.spark import Forms, compile_spark, consolidated, forms_of, fragment_forms
+from pgtrickle.delta.linear import Linear
+from pgtrickle.engine.fetch import Fetcher
+from pgtrickle.query.plan import (
+    Aggregate,
+    Column,
+    Fragment,
+    Negate,
+    Plan,
+    Relation,
+    Scan,
+    UnionAll,
+)
+from pgtrickle.query.types import PgType
+
+
+@dataclass(frozen=True)
+class Job:
+    """A placed plan and how its rows become the columns of the delta."""
+
+    plan: Plan
+    forms: Forms
+    columns: tuple[str, ...]  # of the delta behind the weight, in order
+    shape: Callable[[str], str]  # Spark SQL over the plan's rows that gives `w` and these columns as strings
+
+    def announce(self, fetcher: Fetcher) -> None:
+        """Tell the fetcher all that will be read."""
+        for fragment, forms in fragment_forms(self.plan, self.forms).items():
+            fetcher.want(fragment.plan, forms)
+
+    def fetch(self, fetcher: Fetcher) -> dict[Fragment, pa.Table]:
+        return {fragment: fetcher.table(fragment.plan) for fragment in fragment_forms(self.plan, self.forms)}
+
+    def spark_sql(self, tables: Mapping[Fragment, str | None]) -> str | None:
+        """The text, or None where nothing can come out."""
+        rows = compile_spark(self.plan, self.forms, tables)
+        return None if rows is None else self.shape(rows)
+
+
+def rows_job(plan: Plan, columns: Sequence[Column], placement: Placement) -> Job:
+    """The change of rows: each distinct row with its weight."""
+    placed = Placer(placement).place(plan)
+    return _rows(placed, columns)
+
+
+def _rows(placed: Plan, columns: Sequence[Column]) -> Job:
+    forms = forms_of(columns)
+    items = ", ".join(f"{form_name(column, 'text')} AS {column.id}" for column in columns)
+
+    def shape(rows: str) -> str:
+        net = rows if isinstance(placed, Fragment) else consolidated(rows, forms)
+        return f"SELECT w, {items} FROM ({net})" if items else f"SELECT w FROM ({net})"
+
+    return Job(placed, forms, tuple(column.id for column in columns), shape)
+
+
+def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
+    """The change of groups: rows and sums to add."""
+    keys = forms_of(linear.keys)
+    values: set[tuple[Column, str]] = set()
+    items = [f"{form_name(key, 'text')} AS k{i}" for i, key in enumerate(linear.keys)]
+    sums = ["sum(w) AS n"]
+    for i, argument in enumerate(linear.arguments):
+        value, nan = form_name(argument.value, "native"), form_name(argument.nan, "native")
+        values |= {(argument.value, "native"), (argument.nan, "native")}
+        scale = argument.value.type.scale or 0
+        sums += [
+            f"sum(IF({value} IS NULL AND {nan} IS NULL, 0, w)) AS count{i}",
+            f"coalesce(sum(CAST({value} AS DECIMAL(38,{scale})) * CAST(w AS DECIMAL(10,0))), 0) AS sum{i}",
+            f"sum(IF({nan} IS NULL, 0, w)) AS nan{i}",
+        ]
+    group = f" GROUP BY {', '.join(form_name(key, 'text') for key in linear.keys)}" if linear.keys else ""
+    names = [name for name, _ in linear.state_columns]
+    columns = [*(f"k{i}" for i in range(len(linear.keys))), *names]
+    strings = ", ".join(f"CAST({name} AS STRING) AS {name}" for name in columns)
+    moved = " OR ".join(f"{name} <> 0" for name in names)
+
+    def shape(rows: str) -> str:
+        grouped = f"SELECT {', '.join([*items, *sums])} FROM ({rows}){group}"
+        return f"SELECT CAST(1 AS BIGINT) AS w, {strings} FROM ({grouped}) WHERE {moved}"
+
+    forms = frozenset({*keys, *((column, "native") for column, _ in values)})
+    return Job(Placer(placement).place(change), forms, tuple(columns), shape)  # type: ignore[arg-type]
+
+
+def full_job(new: Plan, columns: Sequence[Column], storage: Relation, placement: Placement, *, query: bool) -> Job:
+    """The whole query against what is stored: the difference is the delta."""
+    placed = Placer(placement).place(new) if query else Fragment(new, "the whole query runs where its tables are")
+    names = [column.name for column in columns]
+    fields = {item.name: item for item in storage.columns}
+    stored = Scan(
+        storage, tuple((Column(f"s{i}", name, fields[name].type), fields[name]) for i, name in enumerate(names))
+    )
+    difference = UnionAll((placed, Negate(Fragment(stored, "what is stored"))), tuple(columns))
+    return _rows(difference, columns)
+
+
+def whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:
+    """A scan of the query's own view, and its columns."""
+    fields = tuple((Column(f"v{i}", item.name, item.type), item) for i, item in enumerate(view.columns))
+    return Scan(view, fields), tuple(column for column, _ in fields)
+
+
+def state_job(linear: Linear, placement: Placement) -> Job:
+    """All groups' state, computed anew."""
+    if placement == "spark":
+        return linear_job(linear, linear.input, placement)
+    big = PgType(20, -1, "bigint")
+    calls = [(Column("n", "n", big), exp.Count(this=exp.Star()))]
+    for i, argument in enumerate(linear.arguments):
+        value, nan = argument.value.ref(), argument.nan.ref()
+        count = exp.Add(this=exp.Count(this=value.copy()), expression=exp.Count(this=nan.copy()))
+        total = exp.Coalesce(this=exp.Sum(this=value.copy()), expressions=[exp.Literal.number(0)])
+        calls += [
+            (Column(f"count{i}", "count", big), count),
+            (Column(f"sum{i}", "sum", PgType(1700, -1, "numeric")), total),
+            (Column(f"nan{i}", "nan", big), exp.Count(this=nan.copy())),
+        ]
+    state = Aggregate(linear.input, linear.keys, tuple(calls))
+    fragment = Fragment(state, "the whole query runs where its tables are")
+    columns = state.columns
+    names = [*(f"k{i}" for i in range(len(linear.keys))), *(column.id for column, _ in calls)]
+    items = ", ".join(
+        f"{form_name(column, 'text')} AS {name}" for column, name in zip(columns, names, strict=True)
+    )
+    return Job(fragment, forms_of(columns), tuple(names), lambda rows: f"SELECT w, {items} FROM ({rows})")

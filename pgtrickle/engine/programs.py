@@ -1,0 +1,144 @@
+"""Programs of stream tables, compiled once and kept while the query means the same."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import sqlglot
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from pgtrickle.catalog.analysis import Analysis, aggregate_names
+from pgtrickle.delta.program import Program, build_program
+from pgtrickle.query.bind import Binder
+from pgtrickle.query.plan import Relation
+from pgtrickle.query.unsupported import Unsupported
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What is known of a query: its relations, and its program or the reason why it has none."""
+
+    shape: str  # changes when a relation or column it reads is renamed or retyped
+    view: Relation
+    program: Program | None
+    reason: str | None
+    fragment: str | None = None
+
+
+@dataclass
+class Programs:
+    """The compiled queries of one database."""
+
+    conn: psycopg.Connection[Any]
+    _compiled: dict[int, Compiled] = field(default_factory=dict)
+    _aggregates: frozenset[str] | None = None
+
+    def get(self, pgt_id: int, view: int, shape: str) -> Compiled:
+        """The compiled query, built where it is not known in this shape."""
+        known = self._compiled.get(pgt_id)
+        if known is None or known.shape != shape:
+            known = self.compile(view, shape)
+            self._compiled[pgt_id] = known
+        return known
+
+    def forget(self, pgt_id: int) -> None:
+        self._compiled.pop(pgt_id, None)
+
+    def compile(self, view: int, shape: str) -> Compiled:
+        """Analyse the view's query. Leaves nothing behind in the database."""
+        if self._aggregates is None:
+            self._aggregates = aggregate_names(self.conn)
+        with self.conn.transaction(force_rollback=True):
+            self.conn.execute("SELECT set_config('search_path', '', true)")
+            analysis = Analysis(self.conn)
+            relations = analysis.relations(view)
+            own = next(relation for relation in relations.values() if relation.oid == view)
+            try:
+                self._check_functions(view, own)
+                for relation in relations.values():
+                    if relation.definition is not None:
+                        self._prove(relation.definition)
+                assert own.definition is not None
+                binder = Binder(relations, analysis, self._aggregates)
+                with self.conn.transaction():
+                    program = build_program(own.definition, binder)
+            except Unsupported as error:
+                return Compiled(shape, own, None, error.reason, error.fragment)
+            except psycopg.Error as error:
+                reason = f"PostgreSQL does not accept a part of the plan: {error.diag.message_primary}"
+                return Compiled(shape, own, None, reason)
+            except sqlglot.errors.SqlglotError as error:
+                return Compiled(shape, own, None, f"the query's syntax is not understood: {str(error).splitlines()[0]}")
+        return Compiled(shape, own, program, None)
+
+    def _check_functions(self, view: int, own: Relation) -> None:
+        """Functions that are not a matter of their arguments alone make a differential result wrong."""
+        with self.conn.cursor(row_factory=dict_row) as cursor:
+            row = cursor.execute(
+                "SELECT pgtrickle._time_dependent(%(view)s::oid::regclass) AS timed,"
+                " (SELECT string_agg(DISTINCT proname, ', ') FROM pgtrickle._functions_used(%(view)s::oid::regclass)"
+                "  WHERE provolatile = 's' AND NOT (nspname = 'pg_catalog' AND proname = ANY (%(known)s))) AS stable,"
+                " (SELECT bool_or(r.ev_action::text ~ ':funcretset true') FROM pg_rewrite r WHERE r.ev_class = %(view)s)"
+                "  AS sets",
+                {"view": view, "known": sorted(DETERMINISTIC_STABLE)},
+            ).fetchone()
+        assert row is not None
+        if row["timed"]:
+            raise Unsupported("the query depends on the current time")
+        if row["stable"]:
+            raise Unsupported(f"STABLE functions may change without their arguments: {row['stable']}")
+        if row["sets"]:
+            raise Unsupported("set-returning functions are not maintained differentially")
+
+    def _prove(self, definition: str) -> None:
+        """The parsed tree, written out again and analysed by PostgreSQL, must be the same query."""
+        text = sqlglot.parse_one(definition, dialect="postgres").sql(dialect="postgres")
+        try:
+            with self.conn.transaction(force_rollback=True):
+                self.conn.execute(sql.SQL("CREATE TEMP VIEW pgt_proof AS " + text))  # type: ignore[arg-type]
+                row = self.conn.execute("SELECT pg_get_viewdef('pg_temp.pgt_proof'::regclass)").fetchone()
+        except psycopg.Error as error:
+            raise Unsupported(
+                f"the parsed query is not accepted by PostgreSQL: {error.diag.message_primary}"
+            ) from error
+        assert row is not None
+        if _comparable(row[0]) != _comparable(definition):
+            raise Unsupported("the parsed query does not mean the same to PostgreSQL")
+
+
+# Deterministic given the settings that are recorded with the stream table (TimeZone, DateStyle, lc_*, search_path).
+DETERMINISTIC_STABLE = frozenset(
+    {
+        "to_char", "to_date", "to_timestamp", "to_number", "date_trunc", "date_part", "extract", "timezone", "date_bin",
+        "timestamptz", "timestamp", "date", "time", "timetz", "text", "varchar", "concat", "concat_ws", "format",
+        "textcat", "anytextcat", "textanycat", "array_to_string", "string_to_array", "array_out", "record_out",
+        "jsonb_agg", "json_agg", "jsonb_object_agg", "json_object_agg", "jsonb_build_object", "json_build_object",
+        "jsonb_build_array", "json_build_array", "to_json", "to_jsonb", "row_to_json", "array_to_json",
+        "jsonb_agg_transfn", "json_agg_transfn", "jsonb_object_agg_transfn", "jsonb_agg_strict", "jsonb_object_agg_strict",
+        "jsonb_object_agg_unique", "timestamptz_pl_interval", "timestamptz_mi_interval", "interval_pl_timestamptz",
+        "timestamptz_lt_timestamp", "timestamptz_le_timestamp", "timestamptz_eq_timestamp", "timestamptz_gt_timestamp",
+        "timestamptz_ge_timestamp", "timestamptz_ne_timestamp", "timestamp_lt_timestamptz", "timestamp_gt_timestamptz",
+        "timestamptz_lt_date", "timestamptz_le_date", "timestamptz_eq_date", "timestamptz_gt_date",
+        "timestamptz_ge_date", "timestamptz_ne_date", "date_lt_timestamptz", "date_le_timestamptz",
+        "date_eq_timestamptz", "date_gt_timestamptz", "date_ge_timestamptz", "date_ne_timestamptz",
+        "timestamp_eq_timestamptz", "timestamp_le_timestamptz", "timestamp_ge_timestamptz", "timestamp_ne_timestamptz",
+        "record_eq", "array_agg", "unknown",
+    }
+)  # fmt: skip
+
+_ALIASED_CONSTANT = re.compile(r"""^(\s*(?:SELECT )?'(?:[^']|'')*'::[\w" .]+?) AS [\w"]+(,?)$""", re.MULTILINE)
+_NOT_TRUE = re.compile(r"\((\w[\w.\"]*) IS NOT (TRUE|FALSE)\)")
+
+
+def _comparable(definition: str) -> str:
+    """The text without differences that are known to mean nothing (each one is tested)."""
+    text = definition.strip()
+    text = text.replace(" IS NOT UNKNOWN", " IS NOT NULL").replace(" IS UNKNOWN", " IS NULL")
+    text = _NOT_TRUE.sub(r"(NOT (\1 IS \2))", text)
+    return _ALIASED_CONSTANT.sub(r"\1\2", text)
+
+

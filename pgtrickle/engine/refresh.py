@@ -1,0 +1,293 @@
+"""Refreshing stream tables: claim, cut, fetch, Spark, apply.
+
+Everything that must be remembered is in the catalog. A process that dies between any two steps leaves the stream table as it
+was; the next refresh starts from the frontier that is stored with its rows.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from pgtrickle.capture.frontier import Frontier
+from pgtrickle.catalog.analysis import Analysis, load_query
+from pgtrickle.compile.place import Placement
+from pgtrickle.delta.simplify import simplify
+from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data
+from pgtrickle.engine.cut import Cut, set_local, take_cut
+from pgtrickle.engine.decide import Decision, Source, changed_sources, decide
+from pgtrickle.engine.fetch import Fetcher, Reader
+from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job, whole_view
+from pgtrickle.engine.programs import Compiled, Programs
+from pgtrickle.engine.spark import run_jobs
+from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
+from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.query.plan import Fragment
+
+LEASE = timedelta(minutes=10)
+# Settings under which values are printed and read back; those of the stream table come on top.
+TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
+
+# Called with the name of each step as it is reached; tests stop a process there.
+OnStep = Callable[[str], None]
+
+
+@dataclass
+class _Work:
+    """One stream table on its way through a refresh."""
+
+    row: StreamTableRow
+    token: int
+    started: float = field(default_factory=time.monotonic)
+    phases: Phases = field(default_factory=Phases)
+    decision: Decision | None = None
+    compiled: Compiled | None = None
+    job: Job | None = None
+    tables: dict[Fragment, pa.Table] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    frontier: Frontier | None = None
+    cut_time: Any = None
+    rows_in: int = 0
+    error: Exception | None = None
+
+
+@dataclass
+class Engine:
+    """Refreshes the stream tables of one database over one connection."""
+
+    conn: psycopg.Connection[Any]
+    service_id: uuid.UUID = field(default_factory=uuid.uuid4)
+    on_step: OnStep = lambda name: None  # noqa: E731
+    statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
+
+    def __post_init__(self) -> None:
+        self.programs = Programs(self.conn)
+        self._jobs: dict[tuple[Any, ...], Job | None] = {}
+
+    def refresh(self, ids: Sequence[int], initiated_by: str = "MANUAL") -> list[RefreshResult]:
+        """Bring the given stream tables up to date, sources before those that read them."""
+        self.statements.clear()
+        results: dict[int, RefreshResult] = {}
+        for level in self._levels(ids):
+            for result in self._refresh_level(level, initiated_by, retry=True):
+                results[result.pgt_id] = result
+        return [results[id_] for id_ in ids]
+
+    def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
+        """Stream tables as the catalog has them."""
+        with self.conn.cursor(row_factory=dict_row) as cursor:
+            rows = cursor.execute(load_query("stream_tables"), {"ids": list(ids) if ids is not None else None})
+            return [StreamTableRow(**row) for row in rows]
+
+    def _levels(self, ids: Sequence[int]) -> list[list[int]]:
+        """The stream tables in groups that do not read each other, in order."""
+        edges = self.conn.execute(
+            "SELECT d.pgt_id, u.pgt_id FROM pgtrickle.pgt_dependencies d"
+            " JOIN pgtrickle.pgt_stream_tables u ON u.pgt_relid = d.source_relid WHERE d.pgt_id = ANY (%s)",
+            (list(ids),),
+        ).fetchall()
+        depth = dict.fromkeys(ids, 0)
+        for _ in ids:
+            for reader, source in edges:
+                if source in depth:
+                    depth[reader] = max(depth[reader], depth[source] + 1)
+        return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
+
+    def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> list[RefreshResult]:
+        works = self._claim(ids)
+        again: list[int] = []
+        results: list[RefreshResult] = []
+        try:
+            self._read(works)
+            self._compute([work for work in works if work.error is None])
+            for work in works:
+                try:
+                    if work.error is not None:
+                        raise work.error
+                    results.append(self._apply(work, initiated_by))
+                except Diverged as error:
+                    if not retry:
+                        raise
+                    self._mark_reinit(work.row.pgt_id, str(error))
+                    again.append(work.row.pgt_id)
+        except Exception as error:
+            done = {result.pgt_id for result in results}
+            for work in works:
+                if work.row.pgt_id not in done and not self.conn.closed:
+                    record_failure(self.conn, work.row, work.token, work.error or error, initiated_by)
+            raise
+        self._purge([work for work in works if work.row.pgt_id not in again])
+        if again:
+            results += self._refresh_level(again, initiated_by, retry=False)
+        return results
+
+    def _claim(self, ids: Sequence[int]) -> list[_Work]:
+        parameters = {"service": self.service_id, "lease": LEASE, "ids": list(ids)}
+        with self.conn.transaction():
+            tokens = dict(self.conn.execute(load_query("claim"), parameters).fetchall())
+        rows = self.rows(ids)
+        taken = [row.label for row in rows if row.pgt_id not in tokens]
+        if taken:
+            self.conn.execute(
+                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL WHERE claimed_by = %s AND pgt_id = ANY (%s)",
+                (self.service_id, list(tokens)),
+            )
+            raise RefreshConflictError(
+                f"{', '.join(taken)} is being refreshed by another process",
+                "Wait for it to finish; if that process died, its claim ends after ten minutes.",
+            )
+        return [_Work(row, tokens[row.pgt_id]) for row in rows]
+
+    # -- cut and fetch -------------------------------------------------------------------------------------------------
+
+    def _read(self, works: Sequence[_Work]) -> None:
+        """Take the cut and fetch, in its snapshot, everything the refresh needs."""
+        begin = time.monotonic()
+        shapes = self._shapes(works)
+        for work in works:
+            shape = shapes[work.row.pgt_id][1]
+            if work.row.refresh_mode != "FULL" or shape != "":
+                work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shape)
+        planned = time.monotonic()
+        tables = [scan for work in works for scan in self._tables(work)]
+        with take_cut(self.conn, tables) as cut:
+            self.on_step("cut")
+            shapes = self._shapes(works)
+            sources = self._sources(works, cut)
+            cut_done = time.monotonic()
+            cache: dict[Any, dict[str, pa.Table]] = {}
+            for work in works:
+                meaning, shape = shapes[work.row.pgt_id]
+                work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+                work.cut_time = cut.time
+                work.sources = sources[work.row.pgt_id]
+                assert work.compiled is not None
+                if work.compiled.shape != shape:
+                    self.programs.forget(work.row.pgt_id)
+                    work.error = PgtrickleError(
+                        f"a source of {work.row.label} was altered during the refresh", "Refresh again."
+                    )
+                    continue
+                started = time.monotonic()
+                self._fetch(work, cut, cache)
+                work.phases.fetch = time.monotonic() - started
+                work.phases.plan = (planned - begin) / len(works)
+                work.phases.cut = (cut_done - planned) / len(works)
+            self.on_step("fetch")
+
+    def _shapes(self, works: Sequence[_Work]) -> dict[int, tuple[str, str]]:
+        parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
+        rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
+        return {row[0]: (row[1] or "", row[2] or "") for row in rows}
+
+    def _tables(self, work: _Work) -> list[tuple[str, str]]:
+        names = [(work.row.pgt_schema, work.row.pgt_name)]
+        if work.compiled is not None and work.compiled.program is not None:
+            names += [(scan.relation.schema, scan.relation.name) for scan in work.compiled.program.scans]
+        return names
+
+    def _sources(self, works: Sequence[_Work], cut: Cut) -> dict[int, list[Source]]:
+        frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
+        return changed_sources(cut, frontiers)
+
+    def _fetch(self, work: _Work, cut: Cut, cache: dict[Any, dict[str, pa.Table]]) -> None:
+        row, compiled = work.row, work.compiled
+        assert compiled is not None
+        assert work.frontier is not None
+        work.decision = decide(row, compiled, work.sources, work.frontier)
+        work.job = self._job(work)
+        if work.job is None:
+            return
+        settings = TRANSPORT | {name: value for name, value in row.session_settings.items() if name != "search_path"}
+        set_local(self.conn, settings)
+        known = Frontier.from_json(row.frontier)
+        as_owner = None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}")
+        fetcher = Fetcher(
+            Reader(cut.conn, as_owner),
+            known.snapshot if known is not None else None,
+            cache.setdefault((tuple(sorted(settings.items())), as_owner and row.owner), {}),
+        )
+        work.job.announce(fetcher)
+        work.tables = work.job.fetch(fetcher)
+        work.rows_in = sum(table.num_rows for table in work.tables.values())
+        self.statements += fetcher.statements
+
+    def _job(self, work: _Work) -> Job | None:
+        """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
+        decision, compiled, row = work.decision, work.compiled, work.row
+        assert decision is not None
+        assert compiled is not None
+        if decision.action == "NO_DATA":
+            return None
+        changed = frozenset(source.relid for source in work.sources if source.changed)
+        key = (row.pgt_id, compiled.shape, row.placement, decision.action, changed)
+        if key not in self._jobs:
+            self._jobs[key] = self._build_job(work, changed)
+        return self._jobs[key]
+
+    def _build_job(self, work: _Work, changed: frozenset[int]) -> Job | None:
+        assert work.decision is not None
+        assert work.compiled is not None
+        program = work.compiled.program
+        placement: Placement = "spark" if work.row.placement == "spark" else "auto"
+        if work.decision.action == "DIFFERENTIAL":
+            assert program is not None
+            assert program.change is not None
+            change = simplify(program.change, changed)
+            if change is None:
+                return None
+            if program.linear is not None:
+                return linear_job(program.linear, change, placement)
+            return rows_job(change, program.core.columns, placement)
+        if program is not None and program.linear is not None:
+            return state_job(program.linear, placement)
+        plan, columns = whole_view(work.compiled.view)
+        on_spark = placement == "spark" and program is not None
+        if on_spark and program is not None:
+            plan, columns = program.plan, program.output
+        storage = Analysis(self.conn).relations(work.row.relid)
+        return full_job(plan, columns, next(iter(storage.values())), placement, query=on_spark)
+
+    # -- Spark and apply -----------------------------------------------------------------------------------------------
+
+    def _compute(self, works: Sequence[_Work]) -> None:
+        busy = [work for work in works if work.job is not None]
+        if not busy:
+            return
+        started = time.monotonic()
+        self.on_step("spark")
+        deltas = run_jobs([(work.job, work.tables) for work in busy if work.job is not None])
+        seconds = time.monotonic() - started
+        for work, delta in zip(busy, deltas, strict=True):
+            work.tables = {}
+            work.phases.spark = seconds / len(busy)
+            work.phases.delta = delta
+
+    def _apply(self, work: _Work, initiated_by: str) -> RefreshResult:
+        assert work.decision is not None
+        assert work.compiled is not None
+        assert work.frontier is not None
+        delta = work.phases.delta
+        if delta is None and work.decision.action != "REINITIALIZE" and work.decision.action != "FULL":
+            return record_no_data(self.conn, work, initiated_by)
+        return apply_delta(self.conn, work, delta, initiated_by, self.on_step)
+
+    def _mark_reinit(self, pgt_id: int, reason: str) -> None:
+        self.conn.execute(
+            "UPDATE pgtrickle.pgt_stream_tables SET reinit_reason = %s WHERE pgt_id = %s", (reason, pgt_id)
+        )
+
+    def _purge(self, works: Sequence[_Work]) -> None:
+        """Remove changes that every stream table on their source has passed."""
+        names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
+        for name in names:
+            self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))

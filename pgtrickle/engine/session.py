@@ -1,0 +1,79 @@
+"""The one Spark session of this process, started when first needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+from pgtrickle.errors import JavaMissingError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+MASTER_VARIABLE = "PGTRICKLE_SPARK_MASTER"
+
+# Small jobs: one partition, no adaptive planning, no code generation. Each would cost more than the work itself.
+_SETTINGS = {
+    "spark.app.name": "pgtrickle",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.adaptive.enabled": "false",
+    "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.shuffle.partitions": "1",
+    "spark.default.parallelism": "1",
+    "spark.sql.ansi.enabled": "true",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.caseSensitive": "true",
+    "spark.sql.autoBroadcastJoinThreshold": "64MB",
+    "spark.driver.bindAddress": "127.0.0.1",
+    "spark.driver.host": "127.0.0.1",
+    "spark.log.level": "ERROR",
+}
+_lock = threading.Lock()
+_session: SparkSession | None = None
+
+
+def spark_is_running() -> bool:
+    return _session is not None
+
+
+def spark_session() -> SparkSession:
+    """The session; the first call starts it, which takes some seconds."""
+    global _session
+    with _lock:
+        if _session is None:
+            _check_java()
+            os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+            from pyspark.sql import SparkSession
+
+            builder = SparkSession.builder.master(os.environ.get(MASTER_VARIABLE, "local[*]"))
+            for name, value in _SETTINGS.items():
+                builder = builder.config(name, value)
+            _session = builder.getOrCreate()
+        return _session
+
+
+def stop_spark() -> None:
+    """End the session, if there is one."""
+    global _session
+    with _lock:
+        if _session is not None:
+            _session.stop()
+            _session = None
+
+
+def _check_java() -> None:
+    home = os.environ.get("JAVA_HOME")
+    java = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    remedy = "Install a Java runtime 17 or newer (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME."
+    if java is None or not os.path.exists(java):
+        raise JavaMissingError("Spark needs Java 17 or newer, and none was found", remedy)
+    text = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
+    version = text.split('"')[1] if '"' in text else ""
+    major = version.split(".")[0]
+    if not major.isdigit() or int(major) < 17:
+        raise JavaMissingError(f"Spark needs Java 17 or newer; {java} is {version or 'of unknown version'}", remedy)

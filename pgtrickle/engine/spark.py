@@ -1,0 +1,56 @@
+"""Running the jobs of one refresh on Spark: one text, one job, whatever the number of stream tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.session import spark_session
+from pgtrickle.query.plan import Fragment
+
+
+def run_jobs(jobs: Sequence[tuple[Job, Mapping[Fragment, pa.Table]]]) -> list[pa.Table | None]:
+    """Each job's delta as a table of strings, weight first; None where it is empty. Starts nothing where all are."""
+    names: dict[int, str] = {}
+    used: dict[str, pa.Table] = {}
+    texts: list[tuple[int, str]] = []
+    width = max((len(job.columns) for job, _ in jobs), default=0)
+    for i, (job, tables) in enumerate(jobs):
+        mapping: dict[Fragment, str | None] = {}
+        for fragment, table in tables.items():
+            if table.num_rows == 0:
+                mapping[fragment] = None
+                continue
+            name = names.setdefault(id(table), f"pgt_{len(names)}")
+            used[name] = table
+            mapping[fragment] = name
+        text = job.spark_sql(mapping)
+        if text is not None:
+            texts.append((i, _uniform(i, text, job.columns, width)))
+    results: list[pa.Table | None] = [None] * len(jobs)
+    if not texts:
+        return results
+    spark = spark_session()
+    needed = " UNION ALL ".join(text for _, text in texts)
+    for name, table in used.items():
+        if f" {name}" in needed:
+            spark.createDataFrame(table).createOrReplaceTempView(name)
+    answer = spark.sql(needed).toArrow()
+    for i, _ in texts:
+        rows = answer.filter(pc.equal(answer.column("st"), i)) if len(texts) > 1 else answer
+        if rows.num_rows:
+            columns = jobs[i][0].columns
+            picked = rows.select(["w", *(f"s{k}" for k in range(len(columns)))])
+            results[i] = picked.rename_columns(["w", *columns])
+    return results
+
+
+def _uniform(i: int, text: str, columns: Sequence[str], width: int) -> str:
+    """The job's rows in the shape that all jobs of one text share."""
+    items = [f"{i} AS st", "CAST(w AS BIGINT) AS w"]
+    items += [f"{name} AS s{k}" for k, name in enumerate(columns)]
+    items += [f"CAST(NULL AS STRING) AS s{k}" for k in range(len(columns), width)]
+    return f"SELECT {', '.join(items)} FROM ({text})"

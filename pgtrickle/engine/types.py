@@ -1,0 +1,73 @@
+"""Values that travel through a refresh."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from typing import Any
+
+import pyarrow as pa
+
+
+@dataclass(frozen=True)
+class StreamTableRow:
+    """A stream table as the catalog has it."""
+
+    pgt_id: int
+    pgt_schema: str
+    pgt_name: str
+    relid: int
+    view_relid: int
+    refresh_mode: str
+    effective_mode: str | None
+    mode_reason: str | None
+    status: str
+    status_reason: str | None
+    schedule: str
+    key_columns: list[str] | None
+    frontier: dict[str, Any] | None
+    data_timestamp: datetime | None
+    reinit_reason: str | None
+    fencing_token: int
+    placement: str
+    session_settings: dict[str, str]
+    defining_query: str
+    owner: str | None
+    own: bool | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.pgt_schema}.{self.pgt_name}"
+
+
+@dataclass
+class Phases:
+    """Seconds per phase, and the delta between Spark and apply."""
+
+    cut: float = 0.0
+    fetch: float = 0.0
+    plan: float = 0.0
+    spark: float = 0.0
+    apply: float = 0.0
+    delta: pa.Table | None = None
+
+    def seconds(self) -> dict[str, float]:
+        return {name: round(getattr(self, name), 6) for name in ("cut", "fetch", "plan", "spark", "apply")}
+
+
+@dataclass(frozen=True)
+class RefreshResult:
+    """What a refresh did."""
+
+    pgt_id: int
+    name: str
+    action: str  # NO_DATA, DIFFERENTIAL, FULL or REINITIALIZE
+    reason: str | None
+    rows_in: int
+    rows_inserted: int
+    rows_deleted: int
+    phases: dict[str, float]
+    refresh_id: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,40 @@
+"""Conditions taken apart and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sqlglot import exp
+
+
+def unwrap(node: exp.Expression) -> exp.Expression:
+    """The expression without the parentheses around it."""
+    while isinstance(node, exp.Paren):
+        node = node.this
+    return node
+
+
+def conjuncts(node: exp.Expression | None) -> list[exp.Expression]:
+    """The parts of a condition that must all hold."""
+    if node is None:
+        return []
+    node = unwrap(node)
+    if isinstance(node, exp.And):
+        return conjuncts(node.left) + conjuncts(node.right)
+    if isinstance(node, exp.Boolean) and node.this:
+        return []
+    return [node]
+
+
+def conjunction(parts: Iterable[exp.Expression]) -> exp.Expression:
+    """One condition that holds when all parts do; TRUE for none."""
+    result: exp.Expression | None = None
+    for part in parts:
+        wrapped = exp.Paren(this=part.copy())
+        result = wrapped if result is None else exp.And(this=result, expression=wrapped)
+    return result if result is not None else exp.true()
+
+
+def cast_to(value: exp.Expression, type_name: str) -> exp.Cast:
+    """A cast to a type by the name PostgreSQL gives it, whatever sqlglot knows of it."""
+    return exp.Cast(this=value, to=exp.DataType(this=exp.DataType.Type.USERDEFINED, kind=type_name))

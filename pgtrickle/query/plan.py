@@ -1,0 +1,295 @@
+"""The relational plan: immutable nodes over uniquely named columns.
+
+A column has one id (`c12`) in the whole plan, so expressions never need a table alias and a node can be moved without
+renaming. Every node stands for a Z-set: rows with a weight. A scan reads its table at the cut (NEW), at the stream
+table's frontier (OLD), or the change between the two (DELTA); `pgtrickle.delta` turns a plan of NEW scans into one whose
+value is the change of the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Literal, TypeAlias
+
+from sqlglot import exp
+
+from pgtrickle.query.conditions import conjuncts
+from pgtrickle.query.types import PgType
+
+
+class Version(Enum):
+    """Which state of a table a scan reads."""
+
+    NEW = "new"
+    OLD = "old"
+    DELTA = "delta"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a plan: its unique id, the name a user gave it, its type."""
+
+    id: str
+    name: str
+    type: PgType
+
+    def ref(self) -> exp.Column:
+        return exp.column(self.id)
+
+
+@dataclass(frozen=True)
+class RelationColumn:
+    name: str
+    attnum: int
+    type: PgType
+    not_null: bool = False
+    generated: str | None = None  # the expression of a virtual generated column
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A table or view as PostgreSQL's catalog describes it."""
+
+    oid: int
+    schema: str
+    name: str
+    kind: str
+    columns: tuple[RelationColumn, ...]
+    key: tuple[str, ...] = ()  # the primary key, or a unique key without NULLs
+    definition: str | None = None  # a view's canonical text
+    buffer: str | None = None  # the change buffer's name in pgtrickle_changes, where it is captured
+
+    @property
+    def label(self) -> str:
+        return f"{self.schema}.{self.name}"
+
+
+@dataclass(frozen=True)
+class Scan:
+    relation: Relation
+    fields: tuple[tuple[Column, RelationColumn], ...]
+    version: Version = Version.NEW
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return tuple(column for column, _ in self.fields)
+
+
+@dataclass(frozen=True)
+class Values:
+    """Rows written in the query: they never change."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[exp.Expression, ...], ...]
+    version: Version = Version.NEW
+
+
+@dataclass(frozen=True)
+class Filter:
+    input: Plan
+    condition: exp.Expression
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.input.columns
+
+
+@dataclass(frozen=True)
+class Project:
+    input: Plan
+    items: tuple[tuple[Column, exp.Expression], ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return tuple(column for column, _ in self.items)
+
+
+JoinKind: TypeAlias = Literal["inner", "left", "right", "full"]
+
+
+@dataclass(frozen=True)
+class Join:
+    kind: JoinKind
+    left: Plan
+    right: Plan
+    condition: exp.Expression
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.left.columns + self.right.columns
+
+
+@dataclass(frozen=True)
+class Exists:
+    """The rows of `left`, each with a boolean: does `right` hold a row that meets the condition?"""
+
+    left: Plan
+    right: Plan
+    condition: exp.Expression
+    mark: Column
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return (*self.left.columns, self.mark)
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """Groups by columns of the input; without aggregates it is DISTINCT, without keys it has exactly one row."""
+
+    input: Plan
+    keys: tuple[Column, ...]
+    calls: tuple[tuple[Column, exp.Expression], ...]
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.keys + tuple(column for column, _ in self.calls)
+
+
+@dataclass(frozen=True)
+class UnionAll:
+    """Inputs one after another, matched by position; `columns` are the union's own."""
+
+    inputs: tuple[Plan, ...]
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True)
+class Negate:
+    input: Plan
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.input.columns
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The change of an `Exists` that comes from its right side: rows of `left` whose mark is not what it was.
+
+    `left` and `right` are at the new state, `left_delta` and `right_delta` their changes; left rows are taken at the old
+    state, which is new minus change.
+    """
+
+    left: Plan
+    left_delta: Plan
+    right: Plan
+    right_delta: Plan
+    condition: exp.Expression
+    mark: Column
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return (*self.left.columns, self.mark)
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """The change of an aggregation by recomputing the groups that `trigger`, the change of its input, touches."""
+
+    new: Plan
+    old: Plan
+    trigger: Plan
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.new.columns
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A part of the plan that PostgreSQL computes; everything above it runs on Spark."""
+
+    plan: Plan
+    why: str
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.plan.columns
+
+
+@dataclass(frozen=True)
+class KeyFilter:
+    """Keeps at least the rows whose column takes a value that `origin` has in its column.
+
+    It only bounds what is fetched: the operators above test their conditions again, so more rows never hurt.
+    """
+
+    input: Plan
+    column: Column
+    origin: Plan
+    origin_column: Column
+    nulls: bool  # NULL is a value like others (groups), or meets nothing (joins)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return self.input.columns
+
+
+Plan: TypeAlias = (
+    Scan | Values | Filter | Project | Join | Exists | Aggregate | UnionAll | Negate | Flip | Regroup | Fragment | KeyFilter
+)
+
+
+def inputs_of(plan: Plan) -> tuple[Plan, ...]:
+    """The plans a node reads (the origin of a key filter only bounds it and is not among them)."""
+    match plan:
+        case Scan() | Values():
+            return ()
+        case Filter(input=child) | Project(input=child) | Aggregate(input=child) | Negate(input=child):
+            return (child,)
+        case KeyFilter(input=child) | Fragment(plan=child):
+            return (child,)
+        case Regroup(new=new, old=old, trigger=trigger):
+            return (new, old, trigger)
+        case Join(left=left, right=right) | Exists(left=left, right=right):
+            return (left, right)
+        case UnionAll(inputs=inputs):
+            return inputs
+        case Flip(left=left, left_delta=left_delta, right=right, right_delta=right_delta):
+            return (left, left_delta, right, right_delta)
+
+
+def scans_of(plan: Plan) -> list[Scan]:
+    """Every scan of the plan, from left to right."""
+    if isinstance(plan, Scan):
+        return [plan]
+    return [scan for child in inputs_of(plan) for scan in scans_of(child)]
+
+
+def used_ids(expression: exp.Expression) -> set[str]:
+    """The ids of the columns an expression reads."""
+    return {column.name for column in expression.find_all(exp.Column)}
+
+
+def at_version(plan: Plan, version: Version) -> Plan:
+    """The same plan over another state of its tables."""
+    match plan:
+        case Scan():
+            return replace(plan, version=version)
+        case Filter(input=child) | Project(input=child) | Aggregate(input=child) | KeyFilter(input=child):
+            return replace(plan, input=at_version(child, version))
+        case Join(left=left, right=right) | Exists(left=left, right=right):
+            return replace(plan, left=at_version(left, version), right=at_version(right, version))
+        case UnionAll(inputs=inputs):
+            return replace(plan, inputs=tuple(at_version(child, version) for child in inputs))
+        case Values():
+            return plan
+        case _:
+            raise AssertionError(f"{type(plan).__name__} is a change, it has no state")
+
+
+def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:
+    """Pairs of a left and a right column that the condition makes equal."""
+    left = {column.id: column for column in node.left.columns}
+    right = {column.id: column for column in node.right.columns}
+    pairs = []
+    for part in conjuncts(node.condition):
+        if isinstance(part, exp.EQ) and isinstance(part.this, exp.Column) and isinstance(part.expression, exp.Column):
+            one, other = part.this.name, part.expression.name
+            if one in left and other in right:
+                pairs.append((left[one], right[other]))
+            elif one in right and other in left:
+                pairs.append((left[other], right[one]))
+    return pairs

@@ -1,0 +1,92 @@
+"""PostgreSQL's types as the planner needs them: what a value may become on Spark, and what it may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+INT2, INT4, INT8 = 21, 23, 20
+BOOL, TEXT, VARCHAR, BPCHAR, NAME = 16, 25, 1043, 1042, 19
+NUMERIC, FLOAT4, FLOAT8 = 1700, 700, 701
+DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA = 1082, 1114, 1184, 2950, 17
+XID8, OID, INET, MACADDR, TIME = 5069, 26, 869, 829, 1083
+
+INTEGERS = frozenset({INT2, INT4, INT8})
+_STRINGS = frozenset({TEXT, VARCHAR, NAME})
+_COMPARABLE = INTEGERS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ}
+# Equal values of these types have one text (settings fixed), so their text can stand for them as a key.
+_IDENTITY = INTEGERS | _STRINGS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA, XID8, OID, MACADDR, TIME}
+
+# Values in flight: `text` is what PostgreSQL prints; `key` is a text equal for equal values; `native` is a number.
+Form = Literal["text", "key", "native"]
+
+
+@dataclass(frozen=True)
+class PgType:
+    """A column's type. Domains are given as their base type; `name` is what a cast to the type is written with."""
+
+    oid: int
+    typmod: int
+    name: str
+    is_enum: bool = False
+    deterministic: bool = True  # the collation's equality is identity of bytes
+    groupable: bool = True  # GROUP BY accepts it
+
+    @property
+    def is_integer(self) -> bool:
+        return self.oid in INTEGERS
+
+    @property
+    def scale(self) -> int | None:
+        """Digits behind the point of a numeric(p,s), or 0 for integers; None where values differ in scale."""
+        if self.is_integer:
+            return 0
+        if self.oid == NUMERIC and self.typmod >= 4:
+            scale = (self.typmod - 4) & 0x7FF
+            return (scale ^ 1024) - 1024
+        return None
+
+    @property
+    def precision(self) -> int | None:
+        if self.is_integer:
+            return {INT2: 5, INT4: 10, INT8: 19}[self.oid]
+        if self.oid == NUMERIC and self.typmod >= 4:
+            return ((self.typmod - 4) >> 16) & 0xFFFF
+        return None
+
+    @property
+    def is_decimal(self) -> bool:
+        """A numeric(p,s) that fits Spark's 38 digits, sums of it included."""
+        precision, scale = self.precision, self.scale
+        return self.oid == NUMERIC and precision is not None and scale is not None and precision <= 27 and scale >= 0
+
+    @property
+    def text_is_identity(self) -> bool:
+        """Equal values have equal texts, and different values different ones."""
+        if self.oid in _STRINGS:
+            return self.deterministic
+        return self.is_enum or self.oid in _IDENTITY
+
+    @property
+    def has_key(self) -> bool:
+        """A text can be computed in PostgreSQL that is equal exactly for equal values."""
+        return self.text_is_identity or self.oid in {NUMERIC, FLOAT4, FLOAT8} or (
+            self.oid == BPCHAR and self.deterministic
+        )
+
+    @property
+    def has_native(self) -> bool:
+        """A number or boolean can stand for the value on Spark, in order and equality."""
+        return self.oid in _COMPARABLE or self.is_decimal
+
+    @property
+    def is_float(self) -> bool:
+        return self.oid in {FLOAT4, FLOAT8}
+
+    def key_family(self) -> str:
+        """Keys of two columns may be compared on Spark only within one family."""
+        if self.is_integer or self.oid == NUMERIC:
+            return "number"
+        if self.oid in _STRINGS:
+            return "string"
+        return str(self.oid)
