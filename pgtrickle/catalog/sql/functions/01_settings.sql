@@ -91,15 +91,17 @@ BEGIN
     END IF;
     IF value IS NULL THEN
         DELETE FROM pgtrickle.pgt_settings AS p WHERE p.name = short;
-        RETURN;
-    END IF;
-    IF value !~ known.pattern THEN
+    ELSIF value !~ known.pattern THEN
         RAISE EXCEPTION 'setting % cannot be %', short, quote_literal(value)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It takes ' || known.meaning || '.';
+    ELSE
+        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, value, pgtrickle._caller())
+        ON CONFLICT ON CONSTRAINT pgt_settings_pkey
+        DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
     END IF;
-    INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, value, pgtrickle._caller())
-    ON CONFLICT ON CONSTRAINT pgt_settings_pkey
-    DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
+    IF short = 'max_buffer_rows' THEN
+        PERFORM pgtrickle._spread_buffer_limit();
+    END IF;
 END
 $$;
 

@@ -34,7 +34,8 @@ AS $$
     LIMIT 1
 $$;
 
--- Asked only about buffers of more than 10,000 rows. With a service at work the rows will be read.
+-- Asked only when a buffer is larger than the limit that its capture function knows: reading the setting in every
+-- statement would cost as much as capturing. With a service at work the rows will be read.
 CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -47,6 +48,8 @@ REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
 -- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
 -- the tracked columns with the catalog, and on a difference leaves a marker. PL/pgSQL analyses each statement when it
 -- is reached, so the stale INSERT does no harm. Columns of partitions are found by name; their order may differ.
+-- The comparison is part of the INSERT that notes the activity: a statement of its own would cost half as much again.
+-- A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
 --
 -- A snapshot of REPEATABLE READ may be older than the table's last ALTER, which the transaction nevertheless meets.
 -- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present.
@@ -55,119 +58,147 @@ RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    buffer text := 'pgtrickle_changes.changes_' || stable_name;
-    same_columns text;
-    same_names text;
-    row_types text;
-    new_types text;
-    old_types text;
-    targets text;
-    selected text;
-    new_values text;
-    old_values text;
-    now_xid constant text := '(SELECT pg_current_xact_id()::text::bigint)';
-    write text;
+    of_column record;
 BEGIN
-    SELECT string_agg(format('attnum = %s AND attname = %L AND atttypid = %s AND atttypmod = %s',
-                             attnum, attname, atttypid, atttypmod), E'\n                OR ' ORDER BY attnum),
-           string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
-                             source::oid, attnum, attname), E'\n            AND ' ORDER BY attnum),
-           string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
-           string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
-           string_agg(format('pg_typeof(OLD.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
-           string_agg(', c' || attnum, '' ORDER BY attnum),
-           string_agg(format(', r.%I', attname), '' ORDER BY attnum),
-           string_agg(format(', NEW.%I', attname), '' ORDER BY attnum),
-           string_agg(format(', OLD.%I', attname), '' ORDER BY attnum)
-    INTO same_columns, same_names, row_types, new_types, old_types, targets, selected, new_values, old_values
+    SELECT coalesce(string_agg(format(E'\n                WHEN %s THEN attname = %L AND atttypid = %s AND atttypmod = %s',
+                                      attnum, attname, atttypid, atttypmod), '' ORDER BY attnum), ' WHEN 0 THEN true') AS expected,
+           coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
+                                      source::oid, attnum, attname), E'\n            AND ' ORDER BY attnum), 'true') AS named,
+           coalesce(string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS typed,
+           coalesce(string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS new_typed,
+           coalesce(string_agg(format('pg_typeof(OLD.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS old_typed,
+           string_agg(', c' || attnum, '' ORDER BY attnum) AS targets,
+           string_agg(format(', r.%I', attname), '' ORDER BY attnum) AS selected,
+           string_agg(format(', NEW.%I', attname), '' ORDER BY attnum) AS new_values,
+           string_agg(format(', OLD.%I', attname), '' ORDER BY attnum) AS old_values
+    INTO of_column
     FROM pg_attribute WHERE attrelid = source AND attnum = ANY (columns);
 
-    IF kind = 'statement' THEN
-        write := format($template$
-    IF TG_OP = 'INSERT' THEN
-        INSERT INTO %1$s (__pgt_xid, __pgt_w%2$s)
-        SELECT %3$s, 1%4$s FROM __pgt_new AS r;
-    ELSIF TG_OP = 'UPDATE' THEN
-        INSERT INTO %1$s (__pgt_xid, __pgt_w%2$s)
-        SELECT %3$s, -1%4$s FROM __pgt_old AS r UNION ALL SELECT %3$s, 1%4$s FROM __pgt_new AS r;
-    ELSE
-        INSERT INTO %1$s (__pgt_xid, __pgt_w%2$s)
-        SELECT %3$s, -1%4$s FROM __pgt_old AS r;
-    END IF;$template$, buffer, targets, now_xid, selected);
-    ELSE
-        write := format($template$
-    IF TG_OP <> 'INSERT' THEN
-        INSERT INTO %1$s (__pgt_xid, __pgt_w%2$s) VALUES (%3$s, -1%4$s);
-    END IF;
-    IF TG_OP <> 'DELETE' THEN
-        INSERT INTO %1$s (__pgt_xid, __pgt_w%2$s) VALUES (%3$s, 1%5$s);
-    END IF;$template$, buffer, targets, now_xid, old_values, new_values);
-    END IF;
-
-    RETURN format($template$
+    RETURN format($body$
 #variable_conflict use_column
 DECLARE
     wanting text;
-    touched boolean := true;
+    fits boolean;
+    touched boolean;
 BEGIN
-    -- Attached by somebody else under another name, it would capture twice.
-    IF TG_NAME <> 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' THEN
-        RETURN NULL;
-    END IF;
-    IF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
-        IF current_setting('transaction_isolation') = 'read committed' THEN
-            RETURN NULL;
+    -- Nearly always true, and one expression because each costs a single-row writer about 3 microseconds.
+    IF NOT (TG_NAME = 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' AND TG_RELID = %2$s AND TG_OP <> 'TRUNCATE'
+            AND current_setting('transaction_isolation') = 'read committed'
+            AND pg_stat_get_live_tuples('%3$s'::regclass) <= %4$s) THEN
+        IF TG_NAME <> 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' THEN
+            RETURN NULL; -- attached by somebody else under another name, it would capture twice
+        ELSIF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
+            IF current_setting('transaction_isolation') = 'read committed' THEN
+                RETURN NULL; -- a partition that was detached
+            END IF;
+            wanting := 'SCHEMA'; -- or one that was attached after this snapshot
+        ELSIF TG_OP = 'TRUNCATE' THEN
+            wanting := 'TRUNCATE';
+        ELSIF pg_stat_get_live_tuples('%3$s'::regclass) > %4$s AND pgtrickle._overflows('%3$s') THEN
+            wanting := 'OVERFLOW';
+        ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
+            IF NOT coalesce(%5$s, false) THEN
+                fits := false;
+            ELSIF TG_OP = 'DELETE' THEN
+                fits := %6$s;
+            ELSE
+                fits := %7$s;
+            END IF;
+            IF NOT fits THEN
+                wanting := 'SCHEMA';
+            END IF;
         END IF;
-        wanting := 'SCHEMA';
-    ELSIF TG_OP = 'TRUNCATE' THEN
-        wanting := 'TRUNCATE';%3$s
-    ELSIF pg_stat_get_live_tuples('%4$s'::regclass) > 10000 AND pgtrickle._overflows('%4$s') THEN
-        wanting := 'OVERFLOW';
-    END IF;%5$s
-    IF wanting IS NOT NULL THEN%6$s
-        IF touched THEN
-            PERFORM pgtrickle._mark('%1$s', wanting);
-        END IF;
-        RETURN NULL;
     END IF;
-%7$s
-    IF FOUND THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        VALUES ('%1$s', %8$s);
-    END IF;
-    RETURN NULL;
+%8$s
 END
-$template$,
-        stable_name, source::oid,
-        CASE WHEN same_columns IS NOT NULL THEN format($template$
-    ELSIF (SELECT count(*) FROM pg_attribute WHERE attrelid = %s
-           AND ( %s)) <> %s THEN
-        wanting := 'SCHEMA';$template$, source::oid, same_columns, cardinality(columns)) END,
-        buffer,
-        CASE WHEN same_columns IS NOT NULL THEN format($template$
-    IF wanting IS NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
-        IF NOT coalesce(%s, false) THEN
-            wanting := 'SCHEMA';%s
-        END IF;
-    END IF;$template$, same_names, CASE WHEN kind = 'statement' THEN format($template$
-        ELSIF TG_OP = 'DELETE' THEN
-            IF NOT coalesce((SELECT %1$s FROM __pgt_old AS r LIMIT 1), true) THEN
-                wanting := 'SCHEMA';
-            END IF;
-        ELSIF NOT coalesce((SELECT %1$s FROM __pgt_new AS r LIMIT 1), true) THEN
-            wanting := 'SCHEMA';$template$, row_types) ELSE format($template$
-        ELSIF TG_OP = 'DELETE' THEN
-            IF NOT (%s) THEN
-                wanting := 'SCHEMA';
-            END IF;
-        ELSIF NOT (%s) THEN
-            wanting := 'SCHEMA';$template$, old_types, new_types) END) END,
-        CASE WHEN kind = 'statement' THEN $template$
-        IF TG_OP = 'INSERT' THEN
-            touched := EXISTS (SELECT FROM __pgt_new);
-        ELSIF TG_OP <> 'TRUNCATE' THEN
-            touched := EXISTS (SELECT FROM __pgt_old);
-        END IF;$template$ END,
-        write, now_xid);
+$body$,
+        stable_name, source::oid, 'pgtrickle_changes.changes_' || stable_name, pgtrickle._setting('max_buffer_rows'), of_column.named,
+        CASE kind WHEN 'row' THEN of_column.old_typed ELSE format('(SELECT %s FROM __pgt_old AS r LIMIT 1)', of_column.typed) END,
+        CASE kind WHEN 'row' THEN of_column.new_typed ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END,
+        format(CASE kind WHEN 'row' THEN pgtrickle._row_capture() ELSE pgtrickle._statement_capture() END,
+               stable_name, 'pgtrickle_changes.changes_' || stable_name,
+               format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT CASE attnum%s ELSE true END)',
+                      source::oid, of_column.expected),
+               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values));
 END
 $$;
+
+-- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 test of the columns,
+-- %4 buffer columns, %5 their values in a transition table. RETURN NEW is RETURN NULL without an expression.
+CREATE OR REPLACE FUNCTION pgtrickle._statement_capture() RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT $body$
+    IF TG_OP = 'INSERT' AND wanting IS NULL THEN
+        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+        SELECT '%1$s', pg_current_xact_id()::text::bigint
+        WHERE EXISTS (SELECT FROM __pgt_new) AND %3$s;
+        IF FOUND THEN
+            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
+            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            RETURN NEW;
+        END IF;
+    ELSIF wanting IS NULL THEN
+        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+        SELECT '%1$s', pg_current_xact_id()::text::bigint
+        WHERE EXISTS (SELECT FROM __pgt_old) AND %3$s;
+        IF FOUND AND TG_OP = 'UPDATE' THEN
+            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
+            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
+            UNION ALL
+            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            RETURN NEW;
+        ELSIF FOUND THEN
+            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
+            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r;
+            RETURN NEW;
+        END IF;
+    END IF;
+    IF TG_OP = 'INSERT' THEN
+        touched := EXISTS (SELECT FROM __pgt_new);
+    ELSIF TG_OP = 'TRUNCATE' THEN
+        touched := true;
+    ELSE
+        touched := EXISTS (SELECT FROM __pgt_old);
+    END IF;
+    IF touched THEN
+        PERFORM pgtrickle._mark('%1$s', coalesce(wanting, 'SCHEMA'));
+    END IF;
+    RETURN NEW;$body$
+$$;
+
+-- The same with row triggers: %6 and %7 are the values in NEW and OLD.
+CREATE OR REPLACE FUNCTION pgtrickle._row_capture() RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT $body$
+    IF wanting IS NULL THEN
+        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+        SELECT '%1$s', pg_current_xact_id()::text::bigint
+        WHERE %3$s;
+        IF FOUND THEN
+            IF TG_OP <> 'INSERT' THEN
+                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, -1%7$s);
+            END IF;
+            IF TG_OP <> 'DELETE' THEN
+                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, 1%6$s);
+            END IF;
+            RETURN NULL;
+        END IF;
+    END IF;
+    PERFORM pgtrickle._mark('%1$s', coalesce(wanting, 'SCHEMA'));
+    RETURN NULL;$body$
+$$;
+
+-- Tells all capture functions the limit. Only that: the rest of their text must fit the buffer as it is.
+CREATE OR REPLACE FUNCTION pgtrickle._spread_buffer_limit() RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pgtrickle._write_capture_function(
+        t.source_stable_name,
+        regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\) (?:>|<=)) \d+',
+                       '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'))
+    FROM pgtrickle.pgt_change_tracking AS t
+    JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._spread_buffer_limit() FROM PUBLIC;
