@@ -147,11 +147,14 @@ def _change_by_key(target: Target) -> str:
     others = [column for column in target.columns if column.name not in target.key]
     sets = ", ".join(f"{ident(column.name)} = excluded.{ident(column.name)}" for column in others)
     if not target.key:
-        # At most one row: it is replaced.
+        # At most one row: it is updated where it is, for one statement cannot delete and insert the same key.
+        fresh = ", ".join(f"{ident(column.name)} = p.{ids[column.name]}" for column in target.columns)
         return (
-            f", del AS (DELETE FROM {target.table} WHERE EXISTS (SELECT FROM z) RETURNING 1),"
-            f" ins AS (INSERT INTO {target.table} ({names}) {plus} RETURNING 1)"
-            " SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del), 0]"
+            f", p AS MATERIALIZED ({plus}), there AS MATERIALIZED (SELECT count(*) AS n FROM {target.table}),"
+            f" del AS (DELETE FROM {target.table} WHERE NOT EXISTS (SELECT FROM p) AND EXISTS (SELECT FROM z) RETURNING 1),"
+            f" upd AS (UPDATE {target.table} SET {fresh} FROM p RETURNING 1),"
+            f" ins AS (INSERT INTO {target.table} ({names}) SELECT {values} FROM p, there WHERE there.n = 0 RETURNING 1)"
+            " SELECT ARRAY[(SELECT count(*) FROM ins) + (SELECT count(*) FROM upd), (SELECT count(*) FROM del), 0]"
         )
     action = f"UPDATE SET {sets}" if sets else "NOTHING"
     conflict = ", ".join(ident(name) for name in target.key)

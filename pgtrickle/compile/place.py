@@ -26,7 +26,7 @@ from pgtrickle.query.plan import (
     UnionAll,
     Values,
     Version,
-    at_version,
+    scanning,
     scans_of,
 )
 
@@ -52,7 +52,7 @@ class Placer:
         scans = scans_of(plan)
         if not scans or scans[0].version is not Version.OLD:
             return Fragment(plan, "filters and expressions are evaluated where the rows are")
-        new, change = at_version(plan, Version.NEW), at_version(plan, Version.DELTA)
+        new, change = scanning(plan, Version.NEW), scanning(plan, Version.DELTA)
         return UnionAll((self._read(new), Negate(self._read(change))), plan.columns)
 
     def _on_spark(self, plan: Plan) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import sqlglot
 from sqlglot import exp
@@ -38,7 +39,8 @@ CHANGES_SCHEMA = "pgtrickle_changes"
 DATE_EPOCH = "'2000-01-01'"
 
 
-def compile_fragment(plan: Plan, forms: Sequence[tuple[Column, Form]]) -> SqlText:
+@lru_cache(maxsize=8192)
+def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...]) -> SqlText:
     """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight."""
     compiler = _Compiler()
     rows, weighted = compiler.rows(plan)

@@ -53,7 +53,7 @@ def explain_program(row: StreamTableRow, compiled: Compiled) -> str:
 def _draw(plan: Plan, indent: str, lines: list[str]) -> None:
     if isinstance(plan, Fragment):
         lines.append(f"{indent}PostgreSQL: {_describe(plan.plan)}  [{plan.why}]")
-        lines.append(f"{indent}  {_short(compile_fragment(plan.plan, []).text)}")
+        lines.append(f"{indent}  {_short(compile_fragment(plan.plan, ()).text)}")
         return
     lines.append(f"{indent}Spark: {_describe(plan)}")
     for child in inputs_of(plan)[: 2 if isinstance(plan, Regroup) else None]:

@@ -47,6 +47,7 @@ class Fetcher:
     statements: list[str] = field(default_factory=list)
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
     _texts: dict[Plan, SqlText] = field(default_factory=dict)
+    _rows: dict[Plan, pa.Table] = field(default_factory=dict)
     _tables: dict[Plan, pa.Table] = field(default_factory=dict)
 
     def want(self, plan: Plan, forms: Sequence[tuple[Column, Form]] | frozenset[tuple[Column, Form]]) -> None:
@@ -54,7 +55,7 @@ class Fetcher:
         known = self._wanted.setdefault(plan, set())
         known |= set(forms)
         if plan not in self._texts:
-            self._texts[plan] = compile_fragment(plan, [])
+            self._texts[plan] = compile_fragment(plan, ())
             for key in self._texts[plan].keys:
                 for origin in origins_of(key) or []:
                     self.want(origin.plan, [(origin.column, "text")])
@@ -62,14 +63,20 @@ class Fetcher:
     def table(self, plan: Plan) -> pa.Table:
         """The fragment's rows: its wanted forms and weights, consolidated."""
         if plan not in self._tables:
-            forms = sorted(self._wanted[plan], key=lambda pair: form_name(*pair))
-            unique = {form_name(column, form): (column, form) for column, form in forms}
-            text = compile_fragment(plan, list(unique.values()))
-            table = self._read(text, plan, list(unique.values()))
+            table = self._raw(plan)
             if any(scan.version is Version.DELTA for scan in scans_of(plan)):
                 table = consolidate(table)
             self._tables[plan] = table
         return self._tables[plan]
+
+    def _raw(self, plan: Plan) -> pa.Table:
+        """The rows as they came. Keys are taken from these: what cancels out in the key alone may not in the row."""
+        if plan not in self._rows:
+            forms = sorted(self._wanted[plan], key=lambda pair: form_name(*pair))
+            unique = {form_name(column, form): (column, form) for column, form in forms}
+            text = compile_fragment(plan, tuple(unique.values()))
+            self._rows[plan] = self._read(text, plan, list(unique.values()))
+        return self._rows[plan]
 
     def _read(self, text: SqlText, plan: Plan, forms: Sequence[tuple[Column, Form]]) -> pa.Table:
         conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(text.keys)}
@@ -109,10 +116,11 @@ class Fetcher:
         name = sql.Identifier(key.column.id)
         parts: list[sql.Composable] = []
         if values:
-            array = sql.SQL("{} = ANY ({}::text[]::{}[])").format(
-                name, sql.Literal(values), sql.SQL(key.column.type.name)  # type: ignore[arg-type]
-            )
-            parts.append(array)
+            type_ = sql.SQL(key.column.type.name)  # type: ignore[arg-type]
+            # An array of arrays is one array of more dimensions to PostgreSQL.
+            form = "{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)" if key.column.type.is_array else "{} = ANY ({}::text[]::{}[])"
+            order = (name, type_, sql.Literal(values)) if key.column.type.is_array else (name, sql.Literal(values), type_)
+            parts.append(sql.SQL(form).format(*order))
         if nulls and key.nulls:
             parts.append(sql.SQL("{} IS NULL").format(name))
         if not parts:
@@ -121,7 +129,7 @@ class Fetcher:
 
     def _values(self, origins: Sequence[Origin]) -> tuple[list[str], bool]:
         chunks = [
-            self.table(origin.plan).column(form_name(origin.column, "text")).combine_chunks() for origin in origins
+            self._raw(origin.plan).column(form_name(origin.column, "text")).combine_chunks() for origin in origins
         ]
         values = pc.unique(pa.concat_arrays([chunk.cast(pa.string()) for chunk in chunks]))
         found = [value for value in values.to_pylist() if value is not None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pyarrow as pa
 from sqlglot import exp
@@ -35,13 +36,17 @@ class Job:
     columns: tuple[str, ...]  # of the delta behind the weight, in order
     shape: Callable[[str], str]  # Spark SQL over the plan's rows that gives `w` and these columns as strings
 
+    @cached_property
+    def fragments(self) -> dict[Fragment, Forms]:
+        return fragment_forms(self.plan, self.forms)
+
     def announce(self, fetcher: Fetcher) -> None:
         """Tell the fetcher all that will be read."""
-        for fragment, forms in fragment_forms(self.plan, self.forms).items():
+        for fragment, forms in self.fragments.items():
             fetcher.want(fragment.plan, forms)
 
     def fetch(self, fetcher: Fetcher) -> dict[Fragment, pa.Table]:
-        return {fragment: fetcher.table(fragment.plan) for fragment in fragment_forms(self.plan, self.forms)}
+        return {fragment: fetcher.table(fragment.plan) for fragment in self.fragments}
 
     def spark_sql(self, tables: Mapping[Fragment, str | None]) -> str | None:
         """The text, or None where nothing can come out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from sqlglot import exp
 
@@ -23,7 +24,7 @@ from pgtrickle.query.plan import (
     UnionAll,
     Values,
     Version,
-    at_version,
+    scanning,
     scans_of,
 )
 
@@ -36,16 +37,18 @@ class Origin:
     column: Column
 
 
-def origins_of(key: KeyFilter) -> list[Origin] | None:
+@lru_cache(maxsize=8192)
+def origins_of(key: KeyFilter) -> tuple[Origin, ...] | None:
     """All places a key's values can come from; None where they are computed and only the whole state would do."""
-    return _trace(key.origin, key.origin_column)
+    found = _trace(key.origin, key.origin_column)
+    return None if found is None else tuple(found)
 
 
 def _trace(plan: Plan, column: Column) -> list[Origin] | None:
     if is_chain(plan):
         if scans_of(plan)[0].version is not Version.OLD:
             return [Origin(plan, column)]
-        return [Origin(at_version(plan, version), column) for version in (Version.NEW, Version.DELTA)]
+        return [Origin(scanning(plan, version), column) for version in (Version.NEW, Version.DELTA)]
     match plan:
         case Values(rows=()):
             return []

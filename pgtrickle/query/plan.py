@@ -8,14 +8,41 @@ value is the change of the first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cached_property
+from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from sqlglot import exp
 
 from pgtrickle.query.conditions import conjuncts
 from pgtrickle.query.types import PgType
+
+
+class _Node:
+    """Plans share their parts, and one part can stand in many places: they are compared by a digest, computed once."""
+
+    @cached_property
+    def identity(self) -> str:
+        parts = [type(self).__name__, *(_identity(getattr(self, item.name)) for item in fields(self))]  # type: ignore[arg-type]
+        return blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Node) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+
+def _identity(value: object) -> str:
+    if isinstance(value, _Node):
+        return value.identity
+    if isinstance(value, tuple):
+        return "(" + ",".join(_identity(item) for item in value) + ")"
+    if isinstance(value, exp.Expression):
+        return value.sql(dialect="postgres")
+    return repr(value)
 
 
 class Version(Enum):
@@ -47,8 +74,8 @@ class RelationColumn:
     generated: str | None = None  # the expression of a virtual generated column
 
 
-@dataclass(frozen=True)
-class Relation:
+@dataclass(frozen=True, eq=False)
+class Relation(_Node):
     """A table or view as PostgreSQL's catalog describes it."""
 
     oid: int
@@ -65,8 +92,8 @@ class Relation:
         return f"{self.schema}.{self.name}"
 
 
-@dataclass(frozen=True)
-class Scan:
+@dataclass(frozen=True, eq=False)
+class Scan(_Node):
     relation: Relation
     fields: tuple[tuple[Column, RelationColumn], ...]
     version: Version = Version.NEW
@@ -76,8 +103,8 @@ class Scan:
         return tuple(column for column, _ in self.fields)
 
 
-@dataclass(frozen=True)
-class Values:
+@dataclass(frozen=True, eq=False)
+class Values(_Node):
     """Rows written in the query: they never change."""
 
     columns: tuple[Column, ...]
@@ -85,8 +112,8 @@ class Values:
     version: Version = Version.NEW
 
 
-@dataclass(frozen=True)
-class Filter:
+@dataclass(frozen=True, eq=False)
+class Filter(_Node):
     input: Plan
     condition: exp.Expression
 
@@ -95,8 +122,8 @@ class Filter:
         return self.input.columns
 
 
-@dataclass(frozen=True)
-class Project:
+@dataclass(frozen=True, eq=False)
+class Project(_Node):
     input: Plan
     items: tuple[tuple[Column, exp.Expression], ...]
 
@@ -108,8 +135,8 @@ class Project:
 JoinKind: TypeAlias = Literal["inner", "left", "right", "full"]
 
 
-@dataclass(frozen=True)
-class Join:
+@dataclass(frozen=True, eq=False)
+class Join(_Node):
     kind: JoinKind
     left: Plan
     right: Plan
@@ -120,8 +147,8 @@ class Join:
         return self.left.columns + self.right.columns
 
 
-@dataclass(frozen=True)
-class Exists:
+@dataclass(frozen=True, eq=False)
+class Exists(_Node):
     """The rows of `left`, each with a boolean: does `right` hold a row that meets the condition?"""
 
     left: Plan
@@ -134,8 +161,8 @@ class Exists:
         return (*self.left.columns, self.mark)
 
 
-@dataclass(frozen=True)
-class Aggregate:
+@dataclass(frozen=True, eq=False)
+class Aggregate(_Node):
     """Groups by columns of the input; without aggregates it is DISTINCT, without keys it has exactly one row."""
 
     input: Plan
@@ -147,16 +174,16 @@ class Aggregate:
         return self.keys + tuple(column for column, _ in self.calls)
 
 
-@dataclass(frozen=True)
-class UnionAll:
+@dataclass(frozen=True, eq=False)
+class UnionAll(_Node):
     """Inputs one after another, matched by position; `columns` are the union's own."""
 
     inputs: tuple[Plan, ...]
     columns: tuple[Column, ...]
 
 
-@dataclass(frozen=True)
-class Negate:
+@dataclass(frozen=True, eq=False)
+class Negate(_Node):
     input: Plan
 
     @property
@@ -164,8 +191,8 @@ class Negate:
         return self.input.columns
 
 
-@dataclass(frozen=True)
-class Flip:
+@dataclass(frozen=True, eq=False)
+class Flip(_Node):
     """The change of an `Exists` that comes from its right side: rows of `left` whose mark is not what it was.
 
     `left` and `right` are at the new state, `left_delta` and `right_delta` their changes; left rows are taken at the old
@@ -184,8 +211,8 @@ class Flip:
         return (*self.left.columns, self.mark)
 
 
-@dataclass(frozen=True)
-class Regroup:
+@dataclass(frozen=True, eq=False)
+class Regroup(_Node):
     """The change of an aggregation by recomputing the groups that `trigger`, the change of its input, touches."""
 
     new: Plan
@@ -197,8 +224,8 @@ class Regroup:
         return self.new.columns
 
 
-@dataclass(frozen=True)
-class Fragment:
+@dataclass(frozen=True, eq=False)
+class Fragment(_Node):
     """A part of the plan that PostgreSQL computes; everything above it runs on Spark."""
 
     plan: Plan
@@ -209,8 +236,8 @@ class Fragment:
         return self.plan.columns
 
 
-@dataclass(frozen=True)
-class KeyFilter:
+@dataclass(frozen=True, eq=False)
+class KeyFilter(_Node):
     """Keeps at least the rows whose column takes a value that `origin` has in its column.
 
     It only bounds what is fetched: the operators above test their conditions again, so more rows never hurt.
@@ -268,8 +295,13 @@ def at_version(plan: Plan, version: Version) -> Plan:
     match plan:
         case Scan():
             return replace(plan, version=version)
-        case Filter(input=child) | Project(input=child) | Aggregate(input=child) | KeyFilter(input=child):
+        case Filter(input=child) | Project(input=child) | Aggregate(input=child):
             return replace(plan, input=at_version(child, version))
+        case KeyFilter(input=child, origin=origin):
+            # Keys from a change stay; keys from another state must be those of the same version.
+            if not any(scan.version is Version.DELTA for scan in scans_of(origin)):
+                origin = at_version(origin, version)
+            return replace(plan, input=at_version(child, version), origin=origin)
         case Join(left=left, right=right) | Exists(left=left, right=right):
             return replace(plan, left=at_version(left, version), right=at_version(right, version))
         case UnionAll(inputs=inputs):
@@ -293,3 +325,14 @@ def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:
             elif one in right and other in left:
                 pairs.append((left[other], right[one]))
     return pairs
+
+
+def scanning(chain: Plan, version: Version) -> Plan:
+    """A chain over one table that reads another version of it, within the same keys."""
+    match chain:
+        case Scan():
+            return replace(chain, version=version)
+        case Filter(input=child) | Project(input=child) | KeyFilter(input=child):
+            return replace(chain, input=scanning(child, version))
+        case _:
+            raise AssertionError(f"{type(chain).__name__} is no chain over one table")

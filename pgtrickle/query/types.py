@@ -80,6 +80,10 @@ class PgType:
         return self.oid in _COMPARABLE or self.is_decimal
 
     @property
+    def is_array(self) -> bool:
+        return self.name.endswith("[]")
+
+    @property
     def is_float(self) -> bool:
         return self.oid in {FLOAT4, FLOAT8}
 
