@@ -170,11 +170,12 @@ def _check_extension(conn: Connection) -> None:
 
 
 def _require_owner(conn: Connection) -> None:
+    """Exactly that role: what another one creates would be the other one's, and the functions run as their owner."""
     owner = _value(conn, "SELECT nspowner::regrole::text FROM pg_namespace WHERE nspname = 'pgtrickle'")
-    if not _value(conn, "SELECT pg_has_role(%s::regrole, 'USAGE')", [owner]):
+    if not _value(conn, "SELECT %s::regrole = quote_ident(current_user)::regrole", [owner]):
         raise PrivilegeError(
             f"The catalog in database {_database(conn)} belongs to role {owner}",
-            f"Connect as {owner} and run it again.",
+            f"Connect as {owner}, or SET ROLE {owner}, and run it again.",
         )
 
 

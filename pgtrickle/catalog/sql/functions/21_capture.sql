@@ -1,13 +1,13 @@
 -- What the capture triggers run: the text of a source's capture function, and the markers it leaves instead of rows.
 
--- Where rows could not be captured. TRUNCATE keeps its own xid. The others may happen at every statement for as long
--- as nobody repairs it, so that one marker stands for a block of 64 transactions and carries the block's last xid.
+-- Where rows could not be captured. SCHEMA and OVERFLOW may come with every statement for as long as nobody repairs the
+-- cause, so that one marker stands for a block of 64 transactions and carries the block's last xid.
 CREATE OR REPLACE FUNCTION pgtrickle._mark(stable_name text, marker text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     current bigint := pg_current_xact_id()::text::bigint;
-    marked bigint := CASE WHEN marker = 'TRUNCATE' THEN current ELSE current | 63 END;
+    marked bigint := CASE WHEN marker IN ('SCHEMA', 'OVERFLOW') THEN current | 63 ELSE current END;
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle_changes.pgt_markers AS m
                    WHERE m.source_stable_name = stable_name AND m.xid = marked AND m.kind = marker) THEN
@@ -29,7 +29,7 @@ AS $$
       AND (m.xid >= pg_snapshot_xmax(frontier)::text::bigint
            OR EXISTS (SELECT FROM pg_snapshot_xip(frontier) AS open
                       WHERE open::text::bigint
-                            BETWEEN CASE WHEN m.kind = 'TRUNCATE' THEN m.xid ELSE m.xid - 63 END AND m.xid))
+                            BETWEEN CASE WHEN m.kind IN ('SCHEMA', 'OVERFLOW') THEN m.xid - 63 ELSE m.xid END AND m.xid))
     ORDER BY m.xid
     LIMIT 1
 $$;
@@ -43,6 +43,24 @@ AS $$
        AND pg_stat_get_live_tuples(buffer) > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
+
+-- A MERGE that moves rows to another partition leaves them out of the transition tables of its UPDATE (PostgreSQL 15
+-- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen to be a plain UPDATE, while rows
+-- were deleted in a partition, is taken for one. `context` is what PG_CONTEXT says below the capture function: the
+-- statement that fired it, or nothing if the client sent that statement itself.
+CREATE OR REPLACE FUNCTION pgtrickle._hides_moved_rows(relation oid, context text) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    statement text := coalesce(nullif(substr(context, nullif(strpos(context, E'\n'), 0)), ''), current_query());
+BEGIN
+    IF statement ~* 'update' AND statement !~* 'merge' AND statement !~* '^\s*execute' THEN
+        RETURN false;
+    END IF;
+    RETURN NOT current_setting('track_counts')::boolean OR EXISTS (
+        SELECT FROM pgtrickle._tree(relation) AS member WHERE pg_stat_get_xact_tuples_deleted(member) > 0);
+END
+$$;
 
 -- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail and must not store a
 -- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
@@ -80,6 +98,7 @@ DECLARE
     wanting text;
     fits boolean;
     touched boolean;
+    context text;
 BEGIN
     -- Nearly always true, and one expression because each costs a single-row writer about 3 microseconds.
     IF NOT (TG_NAME = 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' AND TG_RELID = %2$s AND TG_OP <> 'TRUNCATE'
@@ -108,7 +127,7 @@ BEGIN
                 wanting := 'SCHEMA';
             END IF;
         END IF;
-    END IF;
+    END IF;%9$s
 %8$s
 END
 $body$,
@@ -119,7 +138,14 @@ $body$,
                stable_name, 'pgtrickle_changes.changes_' || stable_name,
                format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT CASE attnum%s ELSE true END)',
                       source::oid, of_column.expected),
-               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values));
+               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values),
+        CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p' THEN $body$
+    IF TG_OP = 'UPDATE' AND wanting IS NULL THEN
+        GET DIAGNOSTICS context = PG_CONTEXT;
+        IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
+            wanting := 'MERGE';
+        END IF;
+    END IF;$body$ END);
 END
 $$;
 
@@ -156,7 +182,7 @@ AS $$
     END IF;
     IF TG_OP = 'INSERT' THEN
         touched := EXISTS (SELECT FROM __pgt_new);
-    ELSIF TG_OP = 'TRUNCATE' THEN
+    ELSIF TG_OP = 'TRUNCATE' OR wanting = 'MERGE' THEN
         touched := true;
     ELSE
         touched := EXISTS (SELECT FROM __pgt_old);

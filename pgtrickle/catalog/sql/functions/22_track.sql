@@ -68,7 +68,9 @@ BEGIN
         PERFORM pgtrickle._forget_source(stable_name);
     END IF;
     EXECUTE format('CREATE TABLE %s (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL)', buffer);
-    EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
+    IF pgtrickle._service_role() <> current_user THEN
+        EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
+    END IF;
     INSERT INTO pgtrickle.pgt_change_tracking (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
     VALUES (source, stable_name, buffer::regclass, '{}', kind);
     RETURN stable_name;

@@ -17,9 +17,11 @@ BEGIN
     IF former IS NOT NULL AND former <> service AND former <> current_user AND to_regrole(quote_ident(former)) IS NOT NULL THEN
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA pgtrickle, pgtrickle_changes FROM %I', former);
     END IF;
-    EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA pgtrickle TO %I', service);
-    EXECUTE format('REVOKE INSERT, UPDATE, DELETE ON pgtrickle.pgt_schema_version FROM %I', service);
-    EXECUTE format('GRANT SELECT, DELETE ON ALL TABLES IN SCHEMA pgtrickle_changes TO %I', service);
+    IF service <> current_user THEN -- the owner has all rights, and must keep them
+        EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA pgtrickle TO %I', service);
+        EXECUTE format('REVOKE INSERT, UPDATE, DELETE ON pgtrickle.pgt_schema_version FROM %I', service);
+        EXECUTE format('GRANT SELECT, DELETE ON ALL TABLES IN SCHEMA pgtrickle_changes TO %I', service);
+    END IF;
     INSERT INTO pgtrickle.pgt_settings AS p (name, value) VALUES ('service_role', service)
     ON CONFLICT (name) DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by
         WHERE p.value <> excluded.value;

@@ -86,11 +86,11 @@ CREATE TABLE pgtrickle.pgt_settings (
     set_by text NOT NULL DEFAULT session_user
 );
 
--- Where capture could not write rows: TRUNCATE, a source of another shape, a buffer past its limit.
+-- Where capture could not write rows: TRUNCATE, a source of another shape, a buffer past its limit, a MERGE that hides them.
 CREATE TABLE pgtrickle_changes.pgt_markers (
     source_stable_name text NOT NULL,
     xid bigint NOT NULL,
-    kind text NOT NULL CHECK (kind IN ('TRUNCATE', 'SCHEMA', 'OVERFLOW'))
+    kind text NOT NULL CHECK (kind IN ('TRUNCATE', 'SCHEMA', 'OVERFLOW', 'MERGE'))
 );
 CREATE INDEX ON pgtrickle_changes.pgt_markers (source_stable_name, xid);
 

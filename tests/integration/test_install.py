@@ -1,0 +1,216 @@
+"""Installing, upgrading and removing the catalog: in one transaction, repeatable, as an ordinary role."""
+
+from __future__ import annotations
+
+import threading
+
+import psycopg
+import pytest
+
+from pgtrickle import __version__
+from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall, upgrade
+from pgtrickle.errors import (
+    ExtensionPresentError,
+    InstallError,
+    NotInstalledError,
+    PrivilegeError,
+    UnsupportedServerError,
+)
+from tests.support.database import TestDatabase
+
+pytestmark = pytest.mark.pgversions
+
+
+def objects(conn: psycopg.Connection) -> set[str]:
+    """Everything in the database that PostgreSQL itself did not create."""
+    rows = conn.execute(
+        "SELECT pg_describe_object(classid, objid, 0) FROM ("
+        " SELECT 'pg_class'::regclass AS classid, oid AS objid FROM pg_class WHERE relnamespace::regnamespace::text"
+        "  !~ '^(pg_|information_schema)'"
+        " UNION ALL SELECT 'pg_proc'::regclass, oid FROM pg_proc WHERE pronamespace::regnamespace::text"
+        "  !~ '^(pg_|information_schema)'"
+        " UNION ALL SELECT 'pg_namespace'::regclass, oid FROM pg_namespace"
+        " UNION ALL SELECT 'pg_trigger'::regclass, oid FROM pg_trigger) AS o"
+    ).fetchall()
+    return {name for (name,) in rows}
+
+
+def test_install_creates_the_catalog_and_says_its_version(conn: psycopg.Connection) -> None:
+    assert installed_version(conn) is None
+    assert install(conn) == latest_version() == installed_version(conn)
+    assert conn.execute("SELECT pgtrickle.version()").fetchone() == (__version__,)
+    assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_stream_tables").fetchone() == (0,)
+
+
+def test_install_twice_changes_nothing(conn: psycopg.Connection) -> None:
+    install(conn)
+    before = objects(conn)
+    conn.execute("SELECT pgtrickle.set('placement', 'spark')")
+    assert install(conn) == latest_version()
+    assert objects(conn) == before
+    assert conn.execute("SELECT pgtrickle._setting('placement')").fetchone() == ("spark",)
+
+
+def test_uninstall_leaves_nothing_behind(conn: psycopg.Connection) -> None:
+    conn.execute("CREATE SCHEMA s; CREATE TABLE s.t (a int PRIMARY KEY)")
+    before = objects(conn)
+    install(conn)
+    conn.execute("SELECT pgtrickle.create_stream_table('s.st', 'SELECT a FROM s.t')")
+    assert uninstall(conn, drop_tables=True) == []
+    assert objects(conn) == before
+    assert installed_version(conn) is None
+    conn.execute("INSERT INTO s.t VALUES (1)")
+
+
+def test_uninstall_keeps_stream_tables_as_plain_tables(conn: psycopg.Connection) -> None:
+    install(conn)
+    conn.execute("CREATE SCHEMA s; CREATE TABLE s.t (a int PRIMARY KEY)")
+    conn.execute("SELECT pgtrickle.create_stream_table('s.st', 'SELECT a FROM s.t', key_columns => '{a}')")
+    assert uninstall(conn) == []
+    conn.execute("INSERT INTO s.st VALUES (1)")
+    assert conn.execute("SELECT a FROM s.st").fetchall() == [(1,)]
+
+
+def test_uninstall_returns_what_only_owners_can_drop(database: TestDatabase, conn: psycopg.Connection) -> None:
+    install(conn)
+    owner = database.create_role("owner")
+    conn.execute(f"GRANT CREATE ON DATABASE {database.name} TO {owner}")
+    with psycopg.connect(database.dsn_as(owner), autocommit=True) as theirs:
+        theirs.execute('CREATE SCHEMA mine; CREATE TABLE mine.t (a int); CREATE TABLE mine."T" (a int)')
+        theirs.execute("SELECT pgtrickle.create_stream_table('mine.\"S t\"', 'SELECT a FROM mine.t')")
+        remaining = uninstall(conn, drop_tables=True)
+        assert remaining == ['DROP TABLE "mine"."S t";']
+        theirs.execute("INSERT INTO mine.t VALUES (1)")
+        theirs.execute(remaining[0])
+
+
+def test_uninstall_refuses_to_take_users_views_along(conn: psycopg.Connection) -> None:
+    install(conn)
+    conn.execute("CREATE SCHEMA s; CREATE VIEW s.mine AS SELECT pgt_name FROM pgtrickle.pgt_stream_tables")
+    with pytest.raises(InstallError, match=r"s\.mine"):
+        uninstall(conn)
+    assert installed_version(conn) == latest_version()
+
+
+def test_upgrade_keeps_the_data(conn: psycopg.Connection) -> None:
+    assert install(conn, target=1) == 1
+    conn.execute("CREATE SCHEMA s; CREATE TABLE s.st (a int); CREATE VIEW s.v AS SELECT 1 AS a")
+    conn.execute(
+        "INSERT INTO pgtrickle.pgt_stream_tables (pgt_schema, pgt_name, pgt_relid, view_relid, defining_query)"
+        " VALUES ('s', 'st', 's.st', 's.v', 'SELECT 1 AS a')"
+    )
+    assert upgrade(conn) == latest_version() > 1
+    row = conn.execute("SELECT pgt_name, fencing_token, data_version FROM pgtrickle.pgt_stream_tables").fetchone()
+    assert row == ("st", 0, 0)
+    assert conn.execute("SELECT pgt_name FROM pgtrickle.pgt_status()").fetchone() == ("st",)
+
+
+def test_failed_upgrade_leaves_the_old_version(conn: psycopg.Connection) -> None:
+    install(conn, target=1)
+    conn.execute("ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN fencing_token text")
+    before = objects(conn)
+    with pytest.raises(InstallError, match="fencing_token"):
+        upgrade(conn)
+    assert installed_version(conn) == 1
+    assert objects(conn) == before
+    conn.execute("ALTER TABLE pgtrickle.pgt_stream_tables DROP COLUMN fencing_token")
+    assert upgrade(conn) == latest_version()
+
+
+def test_upgrade_and_uninstall_need_an_installation(conn: psycopg.Connection) -> None:
+    with pytest.raises(NotInstalledError, match="no pgtrickle catalog"):
+        upgrade(conn)
+    with pytest.raises(NotInstalledError, match="no pgtrickle catalog"):
+        uninstall(conn)
+
+
+def test_a_newer_catalog_is_refused(conn: psycopg.Connection) -> None:
+    install(conn)
+    conn.execute("INSERT INTO pgtrickle.pgt_schema_version (version) VALUES (9999)")
+    with pytest.raises(NotInstalledError, match="9999"):
+        upgrade(conn)
+
+
+def test_concurrent_installs_serialise(database: TestDatabase) -> None:
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            with psycopg.connect(database.dsn) as conn:
+                results.append(install(conn))
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [latest_version()] * 4
+
+
+def test_foreign_schema_of_the_same_name_is_refused(conn: psycopg.Connection) -> None:
+    conn.execute("CREATE SCHEMA pgtrickle_changes")
+    with pytest.raises(InstallError, match="pgtrickle_changes"):
+        install(conn)
+    assert conn.execute("SELECT to_regnamespace('pgtrickle')").fetchone() == (None,)
+
+
+def test_installing_needs_create_on_the_database(database: TestDatabase) -> None:
+    role = database.create_role("nobody")
+    with (
+        psycopg.connect(database.dsn_as(role), autocommit=True) as conn,
+        pytest.raises(PrivilegeError, match="permission denied") as caught,
+    ):
+        install(conn)
+    assert "GRANT CREATE ON DATABASE" in str(caught.value.hint)
+
+
+def test_only_the_installing_role_upgrades(database: TestDatabase, conn: psycopg.Connection) -> None:
+    install(conn)
+    role = database.create_role("other")
+    with psycopg.connect(database.dsn_as(role)) as other, pytest.raises(PrivilegeError, match="belongs to role app"):
+        upgrade(other)
+
+
+def test_the_extension_is_refused(database: TestDatabase, conn: psycopg.Connection) -> None:
+    # The extension itself cannot be loaded here; what is looked at is its row in pg_extension.
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
+        superuser.execute("SET allow_system_table_mods = on")
+        superuser.execute(
+            "INSERT INTO pg_extension (oid, extname, extowner, extnamespace, extrelocatable, extversion)"
+            " VALUES (99999, 'pg_trickle', 10, 'public'::regnamespace, false, '0.67')"
+        )
+    with pytest.raises(ExtensionPresentError, match="pg_trickle"):
+        install(conn)
+    assert installed_version(conn) is None
+
+
+def test_old_servers_are_refused(conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No server that old is at hand, so the requirement is moved instead of the server.
+    monkeypatch.setattr("pgtrickle.catalog.install.OLDEST_SERVER", 99)
+    with pytest.raises(UnsupportedServerError, match="PostgreSQL 1"):
+        install(conn)
+
+
+def test_the_service_role_can_be_named_and_changed(database: TestDatabase, conn: psycopg.Connection) -> None:
+    first, second = database.create_role("first"), database.create_role("second")
+    writes = "SELECT has_table_privilege(%s, 'pgtrickle.pgt_stream_tables', 'UPDATE')"
+    install(conn, service_role=first)
+    assert conn.execute(writes, [first]).fetchone() == (True,)
+    install(conn)
+    assert conn.execute("SELECT pgtrickle._service_role()").fetchone() == (first,)
+    install(conn, service_role=second)
+    assert conn.execute(writes, [first]).fetchone() == (False,)
+    assert conn.execute(writes, [second]).fetchone() == (True,)
+    with pytest.raises(InstallError, match="no role nobody_at_all"):
+        install(conn, service_role="nobody_at_all")
+
+
+def test_install_inside_a_transaction_is_part_of_it(database: TestDatabase) -> None:
+    with psycopg.connect(database.dsn) as conn:
+        conn.execute("CREATE SCHEMA s; SET LOCAL search_path = s")
+        install(conn)
+        assert conn.execute("SELECT current_schema()").fetchone() == ("s",)
+        conn.rollback()
+        assert installed_version(conn) is None
