@@ -20,7 +20,7 @@ _QUERIES = files("pgtrickle.catalog") / "queries"
 
 def load_query(name: str) -> sql.SQL:
     """A query of ours, kept as SQL."""
-    return sql.SQL((_QUERIES / f"{name}.sql").read_text())  # type: ignore[arg-type]
+    return sql.SQL((_QUERIES / f"{name}.sql").read_text())
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Analysis:
 
     def _describe(self, text: str) -> list[PgType]:
         with self.conn.cursor() as cursor:
-            cursor.execute(sql.SQL(text))  # type: ignore[arg-type]
+            cursor.execute(sql.SQL(text))
             result = cursor.pgresult
             assert result is not None
             found = self.types([(result.ftype(i), result.fmod(i)) for i in range(result.nfields)])
@@ -110,5 +110,3 @@ def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:
     """The names of all aggregate functions the database knows."""
     rows = conn.execute("SELECT DISTINCT proname FROM pg_proc WHERE prokind = 'a'").fetchall()
     return frozenset(row[0] for row in rows)
-
-

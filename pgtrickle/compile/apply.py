@@ -75,7 +75,10 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
     alive = " WHERE n > 0" if linear.keys else ""
     z = " UNION ALL ".join(
         finished(_valued(source, linear, weight), steps)
-        for source, weight in ((f"SELECT * FROM up AS u{alive}", 1), (f"SELECT * FROM old{alive or ' WHERE known'}", -1))
+        for source, weight in (
+            (f"SELECT * FROM up AS u{alive}", 1),
+            (f"SELECT * FROM old{alive or ' WHERE known'}", -1),
+        )
     )
     return (
         f"WITH d AS MATERIALIZED (SELECT {', '.join([*names, totals])} FROM ({rows}) AS i{group}),"

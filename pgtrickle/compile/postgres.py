@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import sqlglot
 from sqlglot import exp
 
 from pgtrickle.compile.text import WINDOW, SqlText, hole, ident
+from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -112,15 +112,21 @@ class _Compiler:
         match plan:
             case Scan():
                 return self._scan(plan)
-            case Values(columns=columns, rows=rows):
+            case Values(columns=columns, rows=constants):
                 if not columns:
-                    return ("SELECT" if rows else "SELECT WHERE false"), False
-                lines = ", ".join(f"({', '.join(expression_sql(value) for value in row)})" for row in rows)
+                    return ("SELECT" if constants else "SELECT WHERE false"), False
                 names = ", ".join(ident(column.id) for column in columns)
+                lines = ", ".join(f"({', '.join(expression_sql(value) for value in row)})" for row in constants)
+                if not constants:
+                    nulls = ", ".join(f"NULL::{column.type.name}" for column in columns)
+                    return f"SELECT {names} FROM (VALUES ({nulls})) AS v({names}) WHERE false", False
                 return f"SELECT {names} FROM (VALUES {lines}) AS v({names})", False
             case Filter(input=child, condition=condition):
                 rows, weighted = self.rows(child)
-                return f"{_select(child.columns, weighted)} FROM ({rows}) AS f WHERE {expression_sql(condition)}", weighted
+                return (
+                    f"{_select(child.columns, weighted)} FROM ({rows}) AS f WHERE {expression_sql(condition)}",
+                    weighted,
+                )
             case KeyFilter():
                 return self._key_filter(plan)
             case Project(input=child, items=items):
@@ -214,7 +220,8 @@ class _Compiler:
             parts.append((names, weight, rows, weighted or sign < 0))
         any_weighted = any(weighted for *_, weighted in parts)
         selects = [
-            f"SELECT {', '.join(names + [weight] * any_weighted)} FROM ({rows}) AS u" for names, weight, rows, _ in parts
+            f"SELECT {', '.join(names + [weight] * any_weighted)} FROM ({rows}) AS u"
+            for names, weight, rows, _ in parts
         ]
         return " UNION ALL ".join(selects), any_weighted
 
@@ -246,5 +253,5 @@ def _buffered(item: RelationColumn, columns: Sequence[RelationColumn]) -> str:
     def swap(node: exp.Expression) -> exp.Expression:
         return exp.column(f"c{attnums[node.name]}") if isinstance(node, exp.Column) else node
 
-    tree = sqlglot.parse_one(item.generated, dialect="postgres").transform(swap)
+    tree = parse(item.generated).transform(swap)
     return f"({expression_sql(tree)})"

@@ -132,8 +132,10 @@ class _SparkCompiler:
             rows = self.rows(child, frozenset((theirs, form) for _, form, theirs in pairs))
             if rows is None:
                 continue
-            items = sorted({f"{form_name(theirs, form)} AS {form_name(ours, form)}" for ours, form, theirs in pairs},
-                           key=lambda item: item.split(" AS ")[1])
+            items = sorted(
+                {f"{form_name(theirs, form)} AS {form_name(ours, form)}" for ours, form, theirs in pairs},
+                key=lambda item: item.split(" AS ")[1],
+            )
             weight = "-w AS w" if sign < 0 else "w"
             selects.append(f"SELECT {', '.join([*items, weight])} FROM ({rows})")
         return " UNION ALL ".join(selects) if selects else None
@@ -199,7 +201,8 @@ class _SparkCompiler:
         group = f" GROUP BY {', '.join(grouped)}" if grouped else ""
         if rows is None:
             nothing = "".join(
-                f"CAST(NULL AS {spark_type(column.type, form)}) AS {form_name(column, form)}, " for column, form in needed
+                f"CAST(NULL AS {spark_type(column.type, form)}) AS {form_name(column, form)}, "
+                for column, form in needed
             )
             rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
         return f"SELECT {', '.join([*parts, 'CAST(1 AS BIGINT) AS w'])} FROM ({consolidated(rows, needed)}){group}"

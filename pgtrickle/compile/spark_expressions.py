@@ -45,7 +45,7 @@ class SparkExpressions:
         match node:
             case exp.And() | exp.Or():
                 word = "AND" if isinstance(node, exp.And) else "OR"
-                return f"({self.condition(node.left)} {word} {self.condition(node.right)})"
+                return f"({self.condition(node.this)} {word} {self.condition(node.expression)})"
             case exp.Not():
                 return f"(NOT {self.condition(node.this)})"
             case exp.Boolean():

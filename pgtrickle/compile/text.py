@@ -33,10 +33,10 @@ class SqlText:
         parts: list[sql.Composable] = []
         end = 0
         for match in _HOLE.finditer(self.text):
-            parts.append(sql.SQL(self.text[end : match.start()]))  # type: ignore[arg-type]
+            parts.append(sql.SQL(self.text[end : match.start()]))
             parts.append(value(match.group(1)))
             end = match.end()
-        parts.append(sql.SQL(self.text[end:]))  # type: ignore[arg-type]
+        parts.append(sql.SQL(self.text[end:]))
         return sql.Composed(parts)
 
 

@@ -21,7 +21,6 @@ from pgtrickle.query.plan import (
     Filter,
     Flip,
     Join,
-
     Plan,
     Project,
     Regroup,
@@ -86,9 +85,7 @@ def _inner(plan: Join) -> Plan | None:
     return _all_of(terms, plan.columns)
 
 
-def _without_partner(
-    rows: Plan, others: Plan, condition: exp.Expression, columns: tuple[Column, ...]
-) -> Plan | None:
+def _without_partner(rows: Plan, others: Plan, condition: exp.Expression, columns: tuple[Column, ...]) -> Plan | None:
     """The change of the padded rows: those of one side that no row of the other meets."""
     marked = partner_mark(rows, others, condition)
     change = _exists(marked)
@@ -144,5 +141,3 @@ RULES: dict[type[Any], Callable[[Any], Plan | None]] = {
     Aggregate: _aggregate,
     UnionAll: _union,
 }
-
-

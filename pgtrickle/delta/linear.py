@@ -49,7 +49,7 @@ def linear_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> Li
     """The aggregation in additive form, or None where an aggregate does not add up."""
     if not plan.calls:
         return None
-    items = [(key, key.ref()) for key in plan.keys]
+    items: list[tuple[Column, exp.Expression]] = [(key, key.ref()) for key in plan.keys]
     arguments: dict[exp.Expression, int] = {}
     found: list[Argument] = []
     values: list[tuple[Column, exp.Expression]] = []

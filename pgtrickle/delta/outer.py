@@ -19,8 +19,7 @@ def padded(marked: Plan, rows: Plan, mark: Column, columns: tuple[Column, ...]) 
     """The marked rows that have no partner, in the shape of the join."""
     own = {column.id for column in rows.columns}
     items = tuple(
-        (column, column.ref() if column.id in own else cast_to(exp.null(), column.type.name))
-        for column in columns
+        (column, column.ref() if column.id in own else cast_to(exp.null(), column.type.name)) for column in columns
     )
     return Project(Filter(marked, exp.Not(this=mark.ref())), items)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sqlglot import exp
-
 from pgtrickle.delta.differentiate import differentiate
 from pgtrickle.delta.keys import key_columns
 from pgtrickle.delta.linear import Linear, linear_form
@@ -86,5 +84,3 @@ def _walk(plan: Plan) -> list[Plan]:
 def is_recomputed(change: Plan) -> bool:
     """Whether some group of the query is recomputed from its rows."""
     return any(isinstance(node, Regroup) for node in _walk(change))
-
-

@@ -66,9 +66,7 @@ def restrict(plan: Plan, column: Column, keys: Keys) -> Plan:
             return plan
         case UnionAll(inputs=inputs, columns=columns):
             position = [item.id for item in columns].index(column.id)
-            return replace(
-                plan, inputs=tuple(restrict(child, child.columns[position], keys) for child in inputs)
-            )
+            return replace(plan, inputs=tuple(restrict(child, child.columns[position], keys) for child in inputs))
         case KeyFilter(input=child):
             return replace(plan, input=restrict(child, column, keys))
         case _:

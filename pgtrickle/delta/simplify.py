@@ -76,4 +76,3 @@ def simplify(plan: Plan, changed: Set[int]) -> Plan | None:
 def _nothing(plan: Plan) -> Plan:
     """An empty relation with the plan's columns."""
     return Values(plan.columns, ())
-

@@ -86,7 +86,9 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
     if program is not None and program.linear is not None:
         target = Target(table, program.output, key)
         if decision.action == "DIFFERENTIAL":
-            counts = _run(conn, row, linear_statement(target, program.linear, program.finish, state, staged=staged), arrays)
+            counts = _run(
+                conn, row, linear_statement(target, program.linear, program.finish, state, staged=staged), arrays
+            )
         else:
             for statement in state_ddl(program.linear, state):
                 _command(conn, row, statement)
@@ -94,7 +96,9 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
                 _run(conn, row, _load_state(program.linear, state, staged=staged), arrays)
             counts = _run(conn, row, resync_statement(target, program.linear, program.finish, state), [])
         if program.linear.keys:
-            _run(conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", [])
+            _run(
+                conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
+            )
     elif delta is None:
         return 0, 0
     elif decision.action == "DIFFERENTIAL":
@@ -152,7 +156,12 @@ def _command(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str)
 
 
 def _record(
-    conn: psycopg.Connection[Any], work: _Work, inserted: int, deleted: int, initiated_by: str, action: str | None = None
+    conn: psycopg.Connection[Any],
+    work: _Work,
+    inserted: int,
+    deleted: int,
+    initiated_by: str,
+    action: str | None = None,
 ) -> RefreshResult:
     """Frontier, state and history, in the apply's own transaction."""
     decision, frontier = work.decision, work.frontier

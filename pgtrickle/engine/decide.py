@@ -59,11 +59,11 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
             continue
         window = _window(frontier.snapshot, "__pgt_xid")
         buffer = sql.Identifier("pgtrickle_changes", row["buffer"])
-        markers = sql.SQL(
+        marked = sql.SQL(
             "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
         ).format(sql.Literal(row["stable_name"]), _window(frontier.snapshot, "xid"))
         probes.append(
-            sql.SQL("SELECT {}, EXISTS (SELECT FROM {} WHERE {}), {}").format(sql.Literal(i), buffer, window, markers)
+            sql.SQL("SELECT {}, EXISTS (SELECT FROM {} WHERE {}), {}").format(sql.Literal(i), buffer, window, marked)
         )
         probed.append(i)
     found = {}

@@ -20,8 +20,8 @@ from pyarrow import csv
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
 from pgtrickle.compile.text import WINDOW, SqlText
-from pgtrickle.engine.origins import Origin, origins_of
 from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine.origins import Origin, origins_of
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, scans_of
 from pgtrickle.query.types import Form, PgType
 
@@ -89,7 +89,7 @@ class Fetcher:
             statement = sql.SQL("SELECT * FROM {}({}) AS t({})").format(
                 self.reader.as_owner,
                 sql.Literal(statement.as_string(self.reader.conn)),
-                sql.SQL(", ".join([*names, "w bigint"])),  # type: ignore[arg-type]
+                sql.SQL(", ".join([*names, "w bigint"])),
             )
         shown = statement.as_string(self.reader.conn)
         if shown not in self.cache:
@@ -116,10 +116,16 @@ class Fetcher:
         name = sql.Identifier(key.column.id)
         parts: list[sql.Composable] = []
         if values:
-            type_ = sql.SQL(key.column.type.name)  # type: ignore[arg-type]
+            type_ = sql.SQL(key.column.type.name)
             # An array of arrays is one array of more dimensions to PostgreSQL.
-            form = "{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)" if key.column.type.is_array else "{} = ANY ({}::text[]::{}[])"
-            order = (name, type_, sql.Literal(values)) if key.column.type.is_array else (name, sql.Literal(values), type_)
+            form = (
+                "{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)"
+                if key.column.type.is_array
+                else "{} = ANY ({}::text[]::{}[])"
+            )
+            order = (
+                (name, type_, sql.Literal(values)) if key.column.type.is_array else (name, sql.Literal(values), type_)
+            )
             parts.append(sql.SQL(form).format(*order))
         if nulls and key.nulls:
             parts.append(sql.SQL("{} IS NULL").format(name))

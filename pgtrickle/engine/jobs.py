@@ -97,7 +97,7 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
         return f"SELECT CAST(1 AS BIGINT) AS w, {strings} FROM ({grouped}) WHERE {moved}"
 
     forms = frozenset({*keys, *((column, "native") for column, _ in values)})
-    return Job(Placer(placement).place(change), forms, tuple(columns), shape)  # type: ignore[arg-type]
+    return Job(Placer(placement).place(change), forms, tuple(columns), shape)
 
 
 def full_job(new: Plan, columns: Sequence[Column], storage: Relation, placement: Placement, *, query: bool) -> Job:
@@ -123,7 +123,7 @@ def state_job(linear: Linear, placement: Placement) -> Job:
     if placement == "spark":
         return linear_job(linear, linear.input, placement)
     big = PgType(20, -1, "bigint")
-    calls = [(Column("n", "n", big), exp.Count(this=exp.Star()))]
+    calls: list[tuple[Column, exp.Expression]] = [(Column("n", "n", big), exp.Count(this=exp.Star()))]
     for i, argument in enumerate(linear.arguments):
         value, nan = argument.value.ref(), argument.nan.ref()
         count = exp.Add(this=exp.Count(this=value.copy()), expression=exp.Count(this=nan.copy()))
@@ -137,7 +137,5 @@ def state_job(linear: Linear, placement: Placement) -> Job:
     fragment = Fragment(state, "the whole query runs where its tables are")
     columns = state.columns
     names = [*(f"k{i}" for i in range(len(linear.keys))), *(column.id for column, _ in calls)]
-    items = ", ".join(
-        f"{form_name(column, 'text')} AS {name}" for column, name in zip(columns, names, strict=True)
-    )
+    items = ", ".join(f"{form_name(column, 'text')} AS {name}" for column, name in zip(columns, names, strict=True))
     return Job(fragment, forms_of(columns), tuple(names), lambda rows: f"SELECT w, {items} FROM ({rows})")

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
-import sqlglot
 from psycopg import sql
 from psycopg.rows import dict_row
+from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import Analysis, aggregate_names
 from pgtrickle.delta.program import Program, build_program
 from pgtrickle.query.bind import Binder
+from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation
 from pgtrickle.query.unsupported import Unsupported
 
@@ -71,7 +72,7 @@ class Programs:
             except psycopg.Error as error:
                 reason = f"PostgreSQL does not accept a part of the plan: {error.diag.message_primary}"
                 return Compiled(shape, own, None, reason)
-            except sqlglot.errors.SqlglotError as error:
+            except SqlglotError as error:
                 return Compiled(shape, own, None, f"the query's syntax is not understood: {str(error).splitlines()[0]}")
         return Compiled(shape, own, program, None)
 
@@ -96,10 +97,10 @@ class Programs:
 
     def _prove(self, definition: str) -> None:
         """The parsed tree, written out again and analysed by PostgreSQL, must be the same query."""
-        text = sqlglot.parse_one(definition, dialect="postgres").sql(dialect="postgres")
+        text = parse(definition).sql(dialect="postgres")
         try:
             with self.conn.transaction(force_rollback=True):
-                self.conn.execute(sql.SQL("CREATE TEMP VIEW pgt_proof AS " + text))  # type: ignore[arg-type]
+                self.conn.execute(sql.SQL("CREATE TEMP VIEW pgt_proof AS " + text))
                 row = self.conn.execute("SELECT pg_get_viewdef('pg_temp.pgt_proof'::regclass)").fetchone()
         except psycopg.Error as error:
             raise Unsupported(
@@ -140,5 +141,3 @@ def _comparable(definition: str) -> str:
     text = text.replace(" IS NOT UNKNOWN", " IS NOT NULL").replace(" IS UNKNOWN", " IS NULL")
     text = _NOT_TRUE.sub(r"(NOT (\1 IS \2))", text)
     return _ALIASED_CONSTANT.sub(r"\1\2", text)
-
-

@@ -66,7 +66,7 @@ class Engine:
 
     conn: psycopg.Connection[Any]
     service_id: uuid.UUID = field(default_factory=uuid.uuid4)
-    on_step: OnStep = lambda name: None  # noqa: E731
+    on_step: OnStep = lambda name: None
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
 
     def __post_init__(self) -> None:

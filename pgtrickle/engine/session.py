@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pgtrickle.errors import JavaMissingError
@@ -68,9 +69,9 @@ def stop_spark() -> None:
 
 def _check_java() -> None:
     home = os.environ.get("JAVA_HOME")
-    java = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     remedy = "Install a Java runtime 17 or newer (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME."
-    if java is None or not os.path.exists(java):
+    if java is None or not Path(java).exists():
         raise JavaMissingError("Spark needs Java 17 or newer, and none was found", remedy)
     text = subprocess.run([java, "-version"], capture_output=True, text=True, check=False).stderr
     version = text.split('"')[1] if '"' in text else ""

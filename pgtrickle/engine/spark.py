@@ -11,7 +11,6 @@ from pgtrickle.engine.jobs import Job
 from pgtrickle.engine.session import spark_session
 from pgtrickle.query.plan import Fragment
 
-
 # Spark's planning grows faster than the text: beyond this, several texts are quicker than one.
 FUSED = 32
 

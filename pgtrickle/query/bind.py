@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import sqlglot
 from sqlglot import exp
 
+from pgtrickle.query.conditions import cast_to, conjunction, conjuncts, unwrap
+from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -27,7 +28,6 @@ from pgtrickle.query.plan import (
     Values,
     used_ids,
 )
-from pgtrickle.query.conditions import cast_to, conjunction, conjuncts, unwrap
 from pgtrickle.query.scope import Entry, Scope
 from pgtrickle.query.subqueries import has_subquery, lift_condition, lift_value
 from pgtrickle.query.types import PgType
@@ -65,8 +65,7 @@ class Binder:
         return Column(f"c{self._next}", name, type_)
 
     def bind_text(self, text: str) -> Bound:
-        tree = sqlglot.parse_one(text, dialect="postgres")
-        return self.bind(tree, None)
+        return self.bind(parse(text), None)
 
     def bind(self, node: exp.Expression, outer: Scope | None) -> Bound:
         """Any query expression: SELECT, set operation, VALUES, parentheses around one."""
@@ -165,9 +164,7 @@ class Binder:
         columns = [pair for entry in inner.entries for pair in entry.columns]
         if any(entry.hidden for entry in inner.entries):
             raise Unsupported("a join with USING and an alias of its own is not maintained differentially", alias)
-        renamed = [
-            (names[i] if i < len(names) else name, column) for i, (name, column) in enumerate(columns)
-        ]
+        renamed = [(names[i] if i < len(names) else name, column) for i, (name, column) in enumerate(columns)]
         return Entry(alias.name, tuple(renamed))
 
     @staticmethod
@@ -193,12 +190,10 @@ class Binder:
         if relation is None:
             raise Unsupported(f"relation {node.sql(dialect='postgres')} is not known", node)
         if relation.definition is not None:
-            ctes, self._ctes = self._ctes, []
+            around, self._ctes = self._ctes, []
             bound = self.bind_text(relation.definition)
-            self._ctes = ctes
-            renamed = [
-                (field_.name, column) for field_, column in zip(relation.columns, bound.output, strict=True)
-            ]
+            self._ctes = around
+            renamed = [(field_.name, column) for field_, column in zip(relation.columns, bound.output, strict=True)]
             scope.entries.append(Entry(alias, self._rename(renamed, node)))
             return bound.plan
         if relation.kind not in {"r", "p"}:
@@ -214,9 +209,10 @@ class Binder:
         return tuple((names[i] if i < len(names) else name, column) for i, (name, column) in enumerate(columns))
 
     def _bind_cte(self, cte: exp.CTE, level: int) -> Bound:
-        ctes, self._ctes = self._ctes, self._ctes[:level] + [
-            {name: other for name, other in self._ctes[level].items() if name != cte.alias}
-        ]
+        ctes, self._ctes = (
+            self._ctes,
+            [*self._ctes[:level], {name: other for name, other in self._ctes[level].items() if name != cte.alias}],
+        )
         try:
             bound = self.bind(cte.this, None)
         finally:
@@ -338,7 +334,7 @@ class Binder:
         """Whether the expression holds an aggregate of its own query (not only of a subquery in it)."""
         return any(self._is_call(item) for item in node.walk(prune=lambda item: isinstance(item, exp.Query)))
 
-    def _is_call(self, node: exp.Expression) -> bool:
+    def _is_call(self, node: object) -> bool:
         if isinstance(node, exp.AggFunc | exp.WithinGroup):
             return True
         return isinstance(node, exp.Anonymous) and node.name.lower() in self.aggregates

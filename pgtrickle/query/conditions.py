@@ -20,7 +20,7 @@ def conjuncts(node: exp.Expression | None) -> list[exp.Expression]:
         return []
     node = unwrap(node)
     if isinstance(node, exp.And):
-        return conjuncts(node.left) + conjuncts(node.right)
+        return conjuncts(node.this) + conjuncts(node.expression)
     if isinstance(node, exp.Boolean) and node.this:
         return []
     return [node]

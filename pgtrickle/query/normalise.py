@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from sqlglot import exp
 
+from pgtrickle.query.conditions import conjunction, conjuncts
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -25,7 +26,6 @@ from pgtrickle.query.plan import (
     Values,
     used_ids,
 )
-from pgtrickle.query.conditions import conjunction, conjuncts
 from pgtrickle.query.types import PgType
 from pgtrickle.query.unsupported import Unsupported
 
@@ -173,7 +173,7 @@ def _split_items(plan: Project, join: Join, condition: exp.Expression | None = N
     """Move what reads one preserved side under the join."""
     sides = {"inner": ("left", "right"), "left": ("left",), "right": ("right",), "full": ()}[join.kind]
     extra: dict[str, list[tuple[Column, exp.Expression]]] = {"left": [], "right": []}
-    items = []
+    items: list[tuple[Column, exp.Expression]] = []
     for column, value in plan.items:
         home = next((side for side in sides if used_ids(value) and used_ids(value) <= _ids(getattr(join, side))), None)
         if home is not None and not isinstance(value, exp.Column):

@@ -255,7 +255,19 @@ class KeyFilter(_Node):
 
 
 Plan: TypeAlias = (
-    Scan | Values | Filter | Project | Join | Exists | Aggregate | UnionAll | Negate | Flip | Regroup | Fragment | KeyFilter
+    Scan
+    | Values
+    | Filter
+    | Project
+    | Join
+    | Exists
+    | Aggregate
+    | UnionAll
+    | Negate
+    | Flip
+    | Regroup
+    | Fragment
+    | KeyFilter
 )
 
 

@@ -6,12 +6,13 @@ two more marks, uncorrelated with each other, keep that exact for NOT IN, OR, CA
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from sqlglot import exp
 
-from pgtrickle.query.plan import Exists, Plan
 from pgtrickle.query.conditions import cast_to, conjunction, conjuncts, unwrap
+from pgtrickle.query.plan import Exists, Plan
 from pgtrickle.query.scope import Scope
 from pgtrickle.query.types import BOOL, PgType
 from pgtrickle.query.unsupported import Unsupported
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from pgtrickle.query.bind import Binder
 
 BOOLEAN = PgType(BOOL, -1, "boolean")
+
+# From what is probed and what the subquery selects to the condition on its rows.
+_Condition = Callable[[list[exp.Expression], list[exp.Expression]], list[exp.Expression]]
 
 
 def has_subquery(node: exp.Expression | None) -> bool:
@@ -67,9 +71,7 @@ def _lift_exists(binder: Binder, plan: Plan, node: exp.Exists, scope: Scope) -> 
     return Exists(plan, right, conjunction(correlated), mark), mark.ref()
 
 
-def _lift_in(
-    binder: Binder, plan: Plan, node: exp.In, scope: Scope, *, exact: bool
-) -> tuple[Plan, exp.Expression]:
+def _lift_in(binder: Binder, plan: Plan, node: exp.In, scope: Scope, *, exact: bool) -> tuple[Plan, exp.Expression]:
     probe = unwrap(node.this)
     wanted = [binder.resolve(item, scope) for item in (probe.expressions if isinstance(probe, exp.Tuple) else [probe])]
     plan, match = _mark_in(binder, plan, node, wanted, scope, _matches)
@@ -92,7 +94,9 @@ def _lift_in(
     return plan, exp.Paren(this=case.else_(exp.false()))
 
 
-def _mark_in(binder, plan, node, wanted, scope, condition):  # type: ignore[no-untyped-def]
+def _mark_in(
+    binder: Binder, plan: Plan, node: exp.In, wanted: list[exp.Expression], scope: Scope, condition: _Condition
+) -> tuple[Plan, exp.Expression]:
     right, correlated, found = _bind_inner(binder, node.args["query"], scope)
     if len(found) != len(wanted):
         raise Unsupported("IN compares a row with a subquery of other width", node)

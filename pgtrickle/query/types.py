@@ -70,8 +70,10 @@ class PgType:
     @property
     def has_key(self) -> bool:
         """A text can be computed in PostgreSQL that is equal exactly for equal values."""
-        return self.text_is_identity or self.oid in {NUMERIC, FLOAT4, FLOAT8} or (
-            self.oid == BPCHAR and self.deterministic
+        return (
+            self.text_is_identity
+            or self.oid in {NUMERIC, FLOAT4, FLOAT8}
+            or (self.oid == BPCHAR and self.deterministic)
         )
 
     @property

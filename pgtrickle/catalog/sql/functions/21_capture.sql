@@ -1,38 +1,20 @@
 -- What the capture triggers run: the text of a source's capture function, and the markers it leaves instead of rows.
 
--- Where rows could not be captured. SCHEMA and OVERFLOW may come with every statement for as long as nobody repairs the
--- cause, so that one marker stands for a block of 64 transactions and carries the block's last xid.
+-- Where rows could not be captured. One marker per transaction: whoever has not seen that transaction starts over.
 CREATE OR REPLACE FUNCTION pgtrickle._mark(stable_name text, marker text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     current bigint := pg_current_xact_id()::text::bigint;
-    marked bigint := CASE WHEN marker IN ('SCHEMA', 'OVERFLOW') THEN current | 63 ELSE current END;
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle_changes.pgt_markers AS m
-                   WHERE m.source_stable_name = stable_name AND m.xid = marked AND m.kind = marker) THEN
-        INSERT INTO pgtrickle_changes.pgt_markers (source_stable_name, xid, kind) VALUES (stable_name, marked, marker);
+                   WHERE m.source_stable_name = stable_name AND m.xid = current AND m.kind = marker) THEN
+        INSERT INTO pgtrickle_changes.pgt_markers (source_stable_name, xid, kind) VALUES (stable_name, current, marker);
         INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES (stable_name, current);
     END IF;
 END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._mark(text, text) FROM PUBLIC;
-
--- The kind of a marker that the frontier has not seen and the current snapshot does; NULL if there is none.
-CREATE OR REPLACE FUNCTION pgtrickle._unseen_marker(stable_name text, frontier pg_snapshot) RETURNS text
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT m.kind
-    FROM pgtrickle_changes.pgt_markers AS m
-    WHERE m.source_stable_name = stable_name
-      AND m.xid >= pg_snapshot_xmin(frontier)::text::bigint
-      AND (m.xid >= pg_snapshot_xmax(frontier)::text::bigint
-           OR EXISTS (SELECT FROM pg_snapshot_xip(frontier) AS open
-                      WHERE open::text::bigint
-                            BETWEEN CASE WHEN m.kind IN ('SCHEMA', 'OVERFLOW') THEN m.xid - 63 ELSE m.xid END AND m.xid))
-    ORDER BY m.xid
-    LIMIT 1
-$$;
 
 -- Asked only when a buffer is larger than the limit that its capture function knows: reading the setting in every
 -- statement would cost as much as capturing. With a service at work the rows will be read.
