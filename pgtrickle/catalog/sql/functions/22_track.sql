@@ -96,7 +96,8 @@ BEGIN
         AND NOT EXISTS (
             SELECT FROM pgtrickle._tree(source) AS member
             WHERE 4 <> (SELECT count(*) FROM pg_trigger WHERE tgrelid = member AND tgfoid = tracking.capture
-                        AND tgname LIKE 'pgtrickle\_capture\_%' AND tgenabled IN ('O', 'A')));
+                        AND tgname LIKE 'pgtrickle\_capture\_%' AND tgenabled IN ('O', 'A')))
+        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = tracking.capture AND tgrelid NOT IN (SELECT pgtrickle._tree(source)));
 END
 $$;
 

@@ -152,9 +152,9 @@ $$;
 
 -- Changes whenever rows of the source may have come or gone unseen: a trigger disabled, missing or made anew; a
 -- partition or child attached or detached; a generated column computed differently; an unlogged table that a restart
--- may have emptied; one of `columns` renamed, retyped, dropped.
+-- may have emptied; one of `columns` renamed, retyped, dropped. Planning it anew each time would take most of the time.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_signature(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
     tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
