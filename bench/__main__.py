@@ -1,0 +1,85 @@
+"""`python -m bench`: everything with small defaults; `python -m bench refresh --help` and so on for parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench import fusion, refresh, write_cost
+from bench.server import bench_server
+from bench.tables import print_refresh, print_verdicts
+from bench.targets import refresh_verdicts
+from pgtrickle.engine.session import stop_spark
+
+_LABELS = "1000,0.1%,1%"
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Measure pgtrickle on a PostgreSQL of its own. Without a command, everything, over a million rows."""
+    if context.invoked_subcommand is None:
+        for command in (refresh_command, write_cost_command, fusion_command):
+            context.invoke(command)
+
+
+@main.command("refresh")
+@click.option("--rows", type=int, multiple=True, default=[1_000_000], show_default=True, help="Rows of the source.")
+@click.option("--changes", default=_LABELS, show_default=True, help="Changes per refresh, as numbers or percentages.")
+@click.option("--repeat", default=5, show_default=True, help="Measured cycles per size and change.")
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench-results"), show_default=True
+)
+def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path) -> None:
+    """Refreshes beside REFRESH MATERIALIZED VIEW."""
+    from bench.plot import plot_phases, plot_times  # slow to import
+
+    console = _console()
+    with console.status("starting") as status, bench_server() as bench:
+        report = refresh.run(bench, rows, changes.split(","), repeat, status.update)
+    stop_spark()
+    print_refresh(console, report)
+    print_verdicts(console, refresh_verdicts(report))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, draw in (("refresh.png", plot_times), ("phases.png", plot_phases)):
+        draw(report, out / name)
+        console.print(f"wrote {out / name}")
+
+
+@main.command("write-cost")
+@click.option("--rows", default=200_000, show_default=True, help="Rows per statement.")
+@click.option("--single", default=2_000, show_default=True, help="Single-row INSERTs per repeat.")
+@click.option("--repeat", default=7, show_default=True)
+def write_cost_command(rows: int, single: int, repeat: int) -> None:
+    """What capture costs the writer."""
+    console = _console()
+    with console.status("starting") as status, bench_server() as bench:
+        costs = write_cost.run(bench, rows, single, repeat, status.update)
+    write_cost.show(console, costs, rows)
+    print_verdicts(console, write_cost.verdicts(costs))
+
+
+@main.command("fusion")
+@click.option("--rows", default=100_000, show_default=True, help="Rows of the source.")
+@click.option("--changes", default=1_000, show_default=True, help="Changes per refresh.")
+@click.option("--repeat", default=7, show_default=True)
+def fusion_command(rows: int, changes: int, repeat: int) -> None:
+    """One, ten and fifty stream tables in one call."""
+    console = _console()
+    with console.status("starting") as status, bench_server() as bench:
+        families = fusion.run(bench, rows, changes, repeat, status.update)
+    stop_spark()
+    fusion.show(console, families)
+    print_verdicts(console, fusion.verdicts(families))
+
+
+def _console() -> Console:
+    # Tables are wide; where the output is a file there is no terminal to ask for its width.
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
+
+
+if __name__ == "__main__":
+    main()
