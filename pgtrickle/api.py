@@ -27,9 +27,10 @@ from pgtrickle.errors import (
     StreamTableNotFoundError,
 )
 
-__all__ = ["Database", "RefreshResult", "StreamTable", "connect"]
+__all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "connect"]
 
 DSN_VARIABLE = "PGTRICKLE_DSN"
+CONNECT_SECONDS = 15
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,48 @@ class StreamTable:
     owner: str | None
 
 
+@dataclass(frozen=True)
+class StreamTableStatus:
+    """How fresh a stream table is, and what its last refresh did."""
+
+    name: str
+    status: str
+    status_reason: str | None
+    refresh_mode: str
+    effective_mode: str | None
+    mode_reason: str | None
+    reinit_reason: str | None
+    staleness: float | None  # seconds since the cut that the rows are of
+    errors: int  # failed refreshes since the last good one
+    last_error: str | None
+    last_status: str | None
+    last_action: str | None
+    rows_inserted: int | None
+    rows_deleted: int | None
+    seconds: float | None
+
+
 def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Database:
     """Connect to a database; without a DSN, PGTRICKLE_DSN or libpq's own variables say where."""
     dsn = dsn or os.environ.get(DSN_VARIABLE) or ""
+    remedy = f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database."
     try:
-        conn = psycopg.connect(dsn, autocommit=True, application_name="pgtrickle")
+        known = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        # libpq's message repeats the text, and with it a password.
+        raise ConnectionFailedError("the DSN is not one that PostgreSQL understands", remedy) from None
+    if "@" in str(known.get("host", "")):
+        # The rest of a password would be printed as the host's name.
+        raise ConnectionFailedError("the DSN has an @ in its host", "Write an @ in a password as %40.")
+    limits = (
+        {} if "connect_timeout" in known or "PGCONNECT_TIMEOUT" in os.environ else {"connect_timeout": CONNECT_SECONDS}
+    )
+    try:
+        conn = psycopg.connect(dsn, autocommit=True, application_name="pgtrickle", **limits)  # type: ignore[arg-type]
     except psycopg.OperationalError as error:
-        shown = {name: value for name, value in conninfo_to_dict(dsn).items() if name in {"host", "port", "dbname", "user"}}
+        shown = {name: value for name, value in known.items() if name in {"host", "port", "dbname", "user"}}
         where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
-        raise ConnectionFailedError(
-            f"cannot connect to {where}: {str(error).strip()}",
-            f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database.",
-        ) from error
+        raise ConnectionFailedError(f"cannot connect to {where}: {str(error).strip()}", remedy) from error
     return Database(conn, on_step)
 
 
@@ -108,12 +139,8 @@ class Database:
         require_installed(self.conn)
         with _clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
-            if refresh_mode.upper() == "DIFFERENTIAL" and compiled.program is None:
-                part = f": {compiled.fragment}" if compiled.fragment else ""
-                raise NotDifferentiableError(
-                    f"{name} cannot be maintained differentially: {compiled.reason}{part}",
-                    "Use refresh_mode AUTO or FULL, or change that part of the query.",
-                )
+            if refresh_mode.upper() == "DIFFERENTIAL":
+                _require_differential(name, compiled)
             key = _storable_key(compiled.program)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
@@ -142,7 +169,39 @@ class Database:
             assert row is not None
             return self.engine.programs.compile(row[0], "candidate")
 
+    def alter_stream_table(
+        self,
+        name: str,
+        *,
+        query: str | None = None,
+        schedule: str | None = None,
+        refresh_mode: str | None = None,
+        placement: str | None = None,
+        status: str | None = None,
+    ) -> StreamTable:
+        """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
+        id_ = self.id_of(name)
+        with _clear_errors(name), self.conn.transaction():
+            row = self.engine.rows([id_])[0]
+            compiled = self._compile(query) if query is not None else None
+            if (refresh_mode or row.refresh_mode).upper() == "DIFFERENTIAL":
+                _require_differential(name, compiled or self.engine.programs.compile(row.view_relid, "alter"))
+            if compiled is not None:
+                key = _storable_key(compiled.program)
+                if (list(key) if key is not None else None) != row.key_columns:
+                    raise InvalidQueryError(
+                        f"the new query of {name} has another key, which its unique index does not fit",
+                        "Drop the stream table and create it again.",
+                    )
+            self.conn.execute(
+                "SELECT pgtrickle.alter_stream_table(%s, schedule => %s, refresh_mode => %s, status => %s,"
+                " placement => %s, query => %s)",
+                (name, schedule, refresh_mode, status, placement, query),
+            )
+        return self._public(self.engine.rows([id_])[0])
+
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
+        require_installed(self.conn)
         with _clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
 
@@ -163,6 +222,28 @@ class Database:
         """Bring every stream table of the database up to date."""
         require_installed(self.conn)
         return self.engine.refresh([row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"])
+
+    def status(self) -> list[StreamTableStatus]:
+        """Freshness and last refresh of all stream tables."""
+        require_installed(self.conn)
+        with self.conn.cursor(row_factory=psycopg.rows.class_row(StreamTableStatus)) as cursor:
+            return cursor.execute(
+                "SELECT format('%I.%I', s.pgt_schema, s.pgt_name) AS name, s.status, s.status_reason, s.refresh_mode,"
+                " s.effective_mode, s.mode_reason, s.reinit_reason, extract(epoch FROM s.staleness)::float8 AS staleness,"
+                " s.consecutive_errors AS errors, s.last_error, h.status AS last_status, h.action AS last_action,"
+                " h.rows_inserted, h.rows_deleted, extract(epoch FROM h.end_time - h.start_time)::float8 AS seconds"
+                " FROM pgtrickle.pgt_status() AS s LEFT JOIN LATERAL (SELECT r.* FROM pgtrickle.pgt_refresh_history AS r"
+                " WHERE r.pgt_id = s.pgt_id ORDER BY r.refresh_id DESC LIMIT 1) AS h ON true ORDER BY s.pgt_schema, s.pgt_name"
+            ).fetchall()
+
+    def staleness(self, name: str) -> float | None:
+        """Seconds since the cut that the stream table's rows are of; None before its first refresh."""
+        row = self.conn.execute(
+            "SELECT extract(epoch FROM clock_timestamp() - data_timestamp)::float8 FROM pgtrickle.pgt_stream_tables"
+            " WHERE pgt_id = %s",
+            (self.id_of(name),),
+        ).fetchone()
+        return row[0] if row is not None else None
 
     def explain(self, name: str) -> str:
         """The delta plan as a tree: what runs where, and why."""
@@ -206,6 +287,15 @@ class Database:
         )
 
 
+def _require_differential(name: str, compiled: Compiled) -> None:
+    if compiled.program is None:
+        part = f": {compiled.fragment}" if compiled.fragment else ""
+        raise NotDifferentiableError(
+            f"{name} cannot be maintained differentially: {compiled.reason}{part}",
+            "Use refresh_mode AUTO or FULL, or change that part of the query.",
+        )
+
+
 def _storable_key(program: Program | None) -> Iterable[str] | None:
     """The query's key, where an index can hold it."""
     if program is None or program.key is None:
@@ -214,7 +304,7 @@ def _storable_key(program: Program | None) -> Iterable[str] | None:
     return program.key if all(types[name].groupable for name in program.key) else None
 
 
-class _clear_errors:  # noqa: N801
+class _clear_errors:
     """Turns PostgreSQL's errors about a stream table into ours."""
 
     def __init__(self, name: str) -> None:

@@ -1,0 +1,119 @@
+"""What commands share: the database they work on, their output, and signals."""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, is_dataclass
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from uuid import UUID
+
+import click
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from pgtrickle.api import Database
+    from pgtrickle.engine.refresh import OnStep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a script to read.")
+
+
+def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]:
+    """Give a command `--dsn` and pass it the DSN of the nearest place that has one."""
+
+    @click.option(
+        "--dsn", "own_dsn", metavar="DSN", help="The database; default: PGTRICKLE_DSN, then libpq's variables."
+    )
+    @click.pass_context
+    @functools.wraps(command)
+    def wrapped(context: click.Context, /, *args: Any, own_dsn: str | None, **kwargs: Any) -> R:
+        return command(own_dsn or context.obj, *args, **kwargs)
+
+    return wrapped  # type: ignore[return-value]  # click's decorators hide the parameters that they supply
+
+
+def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
+    """Connect; the server's warnings go to stderr."""
+    # Here and not above: loading the engine takes half a second that --help need not wait for.
+    from pgtrickle.api import connect
+
+    database = connect(dsn, on_step=on_step)
+    database.conn.add_notice_handler(_show_notice)
+    return database
+
+
+def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
+    if diagnostic.severity_nonlocalized == "WARNING":
+        click.echo(f"warning: {diagnostic.message_primary}", err=True)
+        if diagnostic.message_hint:
+            click.echo(f"hint: {diagnostic.message_hint}", err=True)
+
+
+def print_json(value: object) -> None:
+    click.echo(json.dumps(value, default=_plain, indent=2, ensure_ascii=False))
+
+
+def _plain(value: object) -> object:
+    match value:
+        case datetime():
+            return value.isoformat()
+        case timedelta():
+            return value.total_seconds()
+        case Decimal():
+            return float(value)
+        case UUID():
+            return str(value)
+        case _ if is_dataclass(value) and not isinstance(value, type):
+            return asdict(value)
+    raise TypeError(f"no JSON for {type(value).__name__}")
+
+
+def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
+    """A table for a person; where the output is not a terminal, columns separated by tabs, without a heading."""
+    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if not sys.stdout.isatty():
+        for line in lines:
+            click.echo("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in line))
+        return
+    if not lines:
+        click.echo(empty)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading)
+    for line in lines:
+        table.add_row(*(Text(cell) for cell in line))
+    Console().print(table)
+
+
+def age(seconds: float | None) -> str | None:
+    """A duration as a person says it."""
+    if seconds is None:
+        return None
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def stop_on_signals() -> None:
+    """Let SIGTERM and a closed terminal end the command as Ctrl-C does, so that everything is closed on the way out."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGHUP, interrupt)

@@ -1,0 +1,3 @@
+SELECT id, customer_id, placed_at
+FROM orders
+WHERE status = 'open'

@@ -1,0 +1,97 @@
+"""`pgtrickle`: the commands, and what becomes of errors and signals."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from pgtrickle import __version__
+from pgtrickle.cli.catalog import install, uninstall, upgrade
+from pgtrickle.cli.demo import demo
+from pgtrickle.cli.doctor import doctor
+from pgtrickle.cli.inspect import explain, history, list_tables, status
+from pgtrickle.cli.refresh import refresh
+from pgtrickle.cli.run import run
+from pgtrickle.cli.tables import alter, create, drop
+from pgtrickle.errors import ConnectionFailedError, PgtrickleError, RefreshConflictError
+
+FAILED, CONFLICT, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
+
+EPILOG = """\b
+Examples:
+  pgtrickle demo
+  pgtrickle --dsn postgresql://app@db.example/shop install
+  export PGTRICKLE_DSN=postgresql://app@db.example/shop
+  pgtrickle create revenue "SELECT region, sum(amount) AS total FROM orders GROUP BY region"
+  pgtrickle refresh revenue
+  pgtrickle status
+  pgtrickle doctor
+\b
+Exit codes: 0 done, 1 failed, 2 wrong usage, 3 another process refreshes that stream table,
+4 the database cannot be reached, 130 interrupted.
+"""
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=EPILOG,
+)
+@click.option("--dsn", metavar="DSN", help="The database: a URI or key=value pairs. Each command takes it too.")
+@click.version_option(__version__, prog_name="pgtrickle")
+@click.pass_context
+def cli(context: click.Context, dsn: str | None) -> None:
+    """Stream tables for PostgreSQL: query results that are kept fresh incrementally.
+
+    The database is taken from --dsn, else from PGTRICKLE_DSN, else from libpq's variables (PGHOST, PGDATABASE, PGUSER,
+    PGSERVICE …). Keep passwords in ~/.pgpass or PGPASSWORD: a command line can be read by others on the machine.
+    """
+    context.obj = dsn
+
+
+for command in (
+    install, uninstall, upgrade, create, alter, drop, refresh, list_tables, status, explain, history, doctor, demo, run,
+):  # fmt: skip
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit with its code; errors that a user can meet come without a traceback."""
+    try:
+        code = cli.main(list(arguments) if arguments is not None else None, "pgtrickle", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:  # wrong usage
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        report = _report(error)
+        if report is None:
+            raise
+        message, hint, code = report
+        click.echo(f"error: {message}", err=True)
+        if hint:
+            click.echo(f"hint: {hint}", err=True)
+        sys.exit(code)
+
+
+def _report(error: Exception) -> tuple[str, str | None, int] | None:
+    """Message, hint and exit code of an error that is not a bug of ours; None for those."""
+    if isinstance(error, PgtrickleError):
+        code = {RefreshConflictError: CONFLICT, ConnectionFailedError: UNREACHABLE}.get(type(error), FAILED)
+        return error.message, error.hint, code
+    # Imported by now if one of their errors is in flight; loading them here would slow down every --help.
+    psycopg, pyspark = sys.modules.get("psycopg"), sys.modules.get("pyspark.errors")
+    if psycopg is not None and isinstance(error, psycopg.Error):
+        message = (error.diag.message_primary or str(error)).strip()
+        code = UNREACHABLE if isinstance(error, psycopg.OperationalError) and error.sqlstate is None else FAILED
+        return f"{message} (SQLSTATE {error.sqlstate})" if error.sqlstate else message, error.diag.message_hint, code
+    if pyspark is not None and isinstance(error, pyspark.PySparkException):
+        text = str(error).strip().splitlines() or [type(error).__name__]
+        return f"Spark: {text[0]}", None, FAILED
+    if isinstance(error, BrokenPipeError):
+        return "the output was closed before its end", None, FAILED
+    return None

@@ -1,0 +1,47 @@
+"""refresh."""
+
+from __future__ import annotations
+
+import click
+
+from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  pgtrickle refresh revenue
+  pgtrickle refresh revenue sales.big_orders
+  pgtrickle refresh --all --json"""
+)
+@click.argument("names", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
+@click.option("--local", is_flag=True, help="Refresh in this process even where a service is running.")
+@as_json
+@with_dsn
+def refresh(dsn: str | None, names: tuple[str, ...], everything: bool, local: bool, as_json: bool) -> None:
+    """Bring stream tables up to date, all in one Spark job.
+
+    A running service is asked to do it. Without one this process starts Spark, if there is something to compute.
+    """
+    if bool(names) == everything:
+        raise click.UsageError("Name stream tables, or give --all.")
+    from pgtrickle.cli.refreshing import bring_up_to_date
+
+    with open_database(dsn) as database:
+        if everything:
+            tables = [table for table in database.stream_tables() if table.status != "SUSPENDED"]
+        else:
+            tables = [database.stream_table(name) for name in names]
+        results = bring_up_to_date(database, {table.name: table.id for table in tables}, local=local)
+    if as_json:
+        print_json(results)
+        return
+    print_table(
+        ("stream table", "action", "inserted", "deleted", "seconds", "reason"),
+        (
+            (r.name, r.action, r.rows_inserted, r.rows_deleted, f"{sum(r.phases.values()):.2f}", r.reason)
+            for r in results
+        ),
+        "there are no stream tables",
+    )
