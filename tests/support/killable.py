@@ -1,0 +1,85 @@
+"""A refresh in a process of its own that stops at a named step, so that it can be killed there or left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+REPOSITORY = Path(__file__).parents[2]
+# Spark's start alone takes half a minute where many share two cores.
+_TIMEOUT = 180.0
+
+_PROGRAM = """
+import sys
+import pgtrickle
+dsn, step, names = sys.argv[1], sys.argv[2], sys.argv[3:]
+def stop(name):
+    if name == step:
+        print("reached", name, flush=True)
+        sys.stdin.readline()
+with pgtrickle.connect(dsn, on_step=stop) as db:
+    for result in db.refresh(names):
+        print("done", result.name, result.action, flush=True)
+"""
+
+
+class StoppedRefresh:
+    """A child process whose refresh waits at a step until it is let go or killed."""
+
+    def __init__(self, dsn: str, step: str, names: list[str]) -> None:
+        self.step = step
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, dsn, step, *names],
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # its JVM is in the same group, and dies with it
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def await_step(self) -> None:
+        """Return when the child stands at its step; an error of the child is the caller's."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line.strip() != f"reached {self.step}":
+            output, errors = self._process.communicate(timeout=_TIMEOUT)
+            raise AssertionError(f"the child ended before step {self.step}:\n{line}{output}\n{errors}")
+
+    def let_go(self) -> tuple[int, str, str]:
+        """Let the child finish; gives its exit code, output and errors."""
+        output, errors = self._process.communicate("\n", timeout=_TIMEOUT)
+        return self._process.returncode, output, errors
+
+    def kill(self) -> None:
+        """SIGKILL for the child and its JVM; nothing of it can clean up."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(_TIMEOUT)
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None and not stream.closed:
+                stream.close()
+
+
+@contextmanager
+def stopped_at(dsn: str, step: str, *names: str) -> Iterator[StoppedRefresh]:
+    """A refresh of the named stream tables in another process, standing at the step."""
+    with StoppedRefresh(dsn, step, list(names)) as child:
+        child.await_step()
+        yield child
