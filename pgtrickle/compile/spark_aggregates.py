@@ -39,6 +39,8 @@ def call_sql(plan: Aggregate, call: exp.Expression, column: Column, form: Form) 
 
 def _call(plan: Aggregate, call: exp.Expression) -> tuple[str, list[tuple[Column, Form]]]:
     columns = {column.id: column for column in plan.input.columns}
+    if any(value and name not in {"this", "big_int"} for name, value in call.args.items()):
+        raise NotOnSpark(f"{call.sql(dialect='postgres')} is computed by PostgreSQL")
     if isinstance(call, exp.Count) and isinstance(call.this, exp.Star):
         return "CAST(coalesce(sum(w), 0) AS STRING)", []
     argument = unwrap(call.this) if isinstance(call.this, exp.Expression) else None

@@ -32,6 +32,14 @@ _COMPARISONS: dict[type[exp.Expression], str] = {
 }
 
 
+_PARTS: dict[type[exp.Expression], set[str]] = {
+    exp.Is: {"this", "expression", "negate"},
+    exp.Between: {"this", "low", "high"},
+    exp.Case: {"ifs", "default"},
+    exp.Cast: {"this", "to", "_type"},
+}
+
+
 @dataclass
 class SparkExpressions:
     """Translates conditions over the given columns and remembers which forms of them it needs."""
@@ -42,6 +50,10 @@ class SparkExpressions:
     def condition(self, node: exp.Expression) -> str:
         """A boolean expression in Spark's SQL."""
         node = unwrap(node)
+        # A part that is overlooked (NOT of IS NOT NULL, SYMMETRIC of BETWEEN) would be a wrong row.
+        known = _PARTS.get(type(node), {"this", "expression"})
+        if any(value and name not in known for name, value in node.args.items()):
+            raise NotOnSpark(f"{node.sql(dialect='postgres')} is evaluated by PostgreSQL only")
         match node:
             case exp.And() | exp.Or():
                 word = "AND" if isinstance(node, exp.And) else "OR"
@@ -51,8 +63,8 @@ class SparkExpressions:
             case exp.Boolean():
                 return "true" if node.this else "false"
             case exp.Is() if isinstance(node.expression, exp.Null):
-                return f"({self._present(node.this)} IS NULL)"
-            case exp.Is() if isinstance(node.expression, exp.Boolean):
+                return f"({self._present(node.this)} IS {'NOT ' if node.args.get('negate') else ''}NULL)"
+            case exp.Is() if isinstance(node.expression, exp.Boolean) and not node.args.get("negate"):
                 return f"({self.condition(node.this)} <=> {'true' if node.expression.this else 'false'})"
             case exp.Column() if self._column(node).type.oid == BOOL:
                 return self._form(node, "native")

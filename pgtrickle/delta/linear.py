@@ -82,7 +82,9 @@ def _take_apart(call: exp.Expression) -> tuple[exp.Expression | None, exp.Expres
     if isinstance(call, exp.Filter):
         condition = call.expression.this
         call = call.this
-    if not isinstance(call, exp.Count | exp.Sum | exp.Avg) or call.args.get("expressions"):
+    if not isinstance(call, exp.Count | exp.Sum | exp.Avg):
+        return None, None
+    if any(value and name not in {"this", "big_int"} for name, value in call.args.items()):
         return None, None
     argument: exp.Expression = unwrap(call.this)
     if isinstance(argument, exp.Distinct | exp.Order):

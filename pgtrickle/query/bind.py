@@ -31,7 +31,7 @@ from pgtrickle.query.plan import (
 from pgtrickle.query.scope import Entry, Scope
 from pgtrickle.query.subqueries import has_subquery, lift_condition, lift_value
 from pgtrickle.query.types import PgType
-from pgtrickle.query.unsupported import Unsupported
+from pgtrickle.query.unsupported import Unsupported, require_only
 
 
 class Typing(Protocol):
@@ -96,6 +96,7 @@ class Binder:
     # -- set operations ------------------------------------------------------------------------------------------------
 
     def _bind_union(self, node: exp.Union, outer: Scope | None) -> Bound:
+        require_only(node, {"this", "expression", "distinct", "with_", "order"})
         branches = [self.bind(node.this, outer), self.bind(node.expression, outer)]
         types = self.typing.union_types([[column.type for column in branch.output] for branch in branches])
         inputs = tuple(self._coerce(branch, types) for branch in branches)
@@ -177,8 +178,7 @@ class Binder:
     def _bind_table(self, node: exp.Table, scope: Scope) -> Plan:
         if not isinstance(node.this, exp.Identifier):
             raise Unsupported("functions in FROM are not maintained differentially", node)
-        if node.args.get("sample") or node.args.get("only"):
-            raise Unsupported("TABLESAMPLE and ONLY are not maintained differentially", node)
+        require_only(node, {"this", "db", "alias", "joins"})
         alias = node.alias or node.name
         if not node.db:
             for level, ctes in reversed(list(enumerate(self._ctes))):
@@ -227,6 +227,7 @@ class Binder:
     def _bind_join(self, left: Plan, node: exp.Join, scope: Scope, start: int) -> Plan:
         if isinstance(node.this, exp.Lateral) or node.this.args.get("lateral"):
             raise Unsupported("LATERAL is not maintained differentially", node)
+        require_only(node, {"this", "side", "kind", "on", "using"})
         middle = len(scope.entries)
         right = self._bind_source(node.this, scope)
         kind = _join_kind(node)
@@ -283,6 +284,7 @@ class Binder:
         return node.copy().transform(replace, copy=False)
 
     def _bind_select(self, select: exp.Select, outer: Scope | None) -> Bound:
+        require_only(select, _SELECT_PARTS)
         scope = Scope(outer=outer)
         plan = self._bind_from(select, scope)
         where = select.args.get("where")
@@ -400,6 +402,10 @@ class Binder:
             passed = tuple((column, column.ref()) for column in plan.columns)
             plan = Project(plan, passed + tuple((column, item) for item, column in new.items()))
         return plan, {item: new[item] if item in new else by_id[item.name] for item in expressions}
+
+
+# The parts of a SELECT that are read. The order of rows in a table means nothing.
+_SELECT_PARTS = frozenset({"expressions", "from_", "joins", "where", "group", "having", "distinct", "with_", "order"})
 
 
 def _hide(scope: Scope, names: set[str], entries: range) -> None:

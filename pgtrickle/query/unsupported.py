@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from sqlglot import exp
+
+
+def require_only(node: exp.Expression, known: Iterable[str]) -> None:
+    """Refuse a syntax node with a part that its reader does not know: a part that is overlooked is a wrong row."""
+    unknown = sorted(name for name, value in node.args.items() if value and name not in set(known))
+    if unknown:
+        raise Unsupported(f"{', '.join(unknown)} of {node.key.upper()} is not maintained differentially", node)
 
 
 class Unsupported(Exception):

@@ -1,0 +1,21 @@
+"""Every second query of the corpus in eight rounds, placement auto; all of them in the long run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.corpus import load_corpus
+from tests.support.database import TestDatabase
+from tests.support.oracle_rounds import run_rounds
+
+SEED = 20261115
+
+
+def test_half_of_the_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
+    statements = run_rounds(database, load_corpus()[::2], "auto", SEED)
+    assert statements
+
+
+@pytest.mark.long
+def test_the_whole_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
+    assert run_rounds(database, load_corpus(), "auto", SEED + 1)

@@ -1,0 +1,46 @@
+"""The corpus under the workload: every stream table equals its query after every round."""
+
+from __future__ import annotations
+
+import psycopg
+
+import pgtrickle
+from pgtrickle.api import Database
+from tests.support.corpus import SCHEMA_SQL, CorpusQuery
+from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
+from tests.support.workload import ROUNDS, Workload
+
+
+def create_corpus(db: Database, conn: psycopg.Connection, queries: list[CorpusQuery], placement: str) -> None:
+    """Install, load the sources and create a stream table for every query."""
+    db.install()
+    conn.execute("CREATE SCHEMA st")
+    for query in queries:
+        table = db.create_stream_table(stored(query), query.sql, placement=placement, initialize=False)
+        assert table.effective_mode == query.mode, f"{query.name} runs as {table.effective_mode}: {table.mode_reason}"
+
+
+def stored(query: CorpusQuery) -> str:
+    return f'st."{query.name}"'
+
+
+def run_rounds(database: TestDatabase, queries: list[CorpusQuery], placement: str, seed: int) -> list[str]:
+    """All rounds; gives back every statement that was sent to the sources."""
+    print(f"seed {seed}, placement {placement}, {len(queries)} queries")
+    statements: list[str] = []
+    with psycopg.connect(database.dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
+        conn.execute(SCHEMA_SQL)
+        workload = Workload(seed)
+        workload.load(conn)
+        create_corpus(db, conn, queries, placement)
+        for number in range(ROUNDS + 1):
+            if number:
+                workload.round(conn, number)
+            results = db.refresh([stored(query) for query in queries])
+            statements += db.engine.statements
+            for query, result in zip(queries, results, strict=True):
+                if number and query.mode == "DIFFERENTIAL":
+                    assert result.action in {"DIFFERENTIAL", "NO_DATA"}, f"{query.name}: {result}"
+                assert_equal_to_query(conn, stored(query), query.sql, query.by_value)
+    return statements
