@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -37,8 +40,8 @@ def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path)
     from bench.plot import plot_phases, plot_times  # slow to import
 
     console = _console()
-    with console.status("starting") as status, bench_server() as bench:
-        report = refresh.run(bench, rows, changes.split(","), repeat, status.update)
+    with _progress(console) as say, bench_server() as bench:
+        report = refresh.run(bench, rows, changes.split(","), repeat, say)
     stop_spark()
     print_refresh(console, report)
     print_verdicts(console, refresh_verdicts(report))
@@ -50,13 +53,13 @@ def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path)
 
 @main.command("write-cost")
 @click.option("--rows", default=200_000, show_default=True, help="Rows per statement.")
-@click.option("--single", default=2_000, show_default=True, help="Single-row INSERTs per repeat.")
+@click.option("--single", default=500, show_default=True, help="Single-row INSERTs per repeat.")
 @click.option("--repeat", default=7, show_default=True)
 def write_cost_command(rows: int, single: int, repeat: int) -> None:
     """What capture costs the writer."""
     console = _console()
-    with console.status("starting") as status, bench_server() as bench:
-        costs = write_cost.run(bench, rows, single, repeat, status.update)
+    with _progress(console) as say, bench_server() as bench:
+        costs = write_cost.run(bench, rows, single, repeat, say)
     write_cost.show(console, costs, rows)
     print_verdicts(console, write_cost.verdicts(costs))
 
@@ -68,8 +71,8 @@ def write_cost_command(rows: int, single: int, repeat: int) -> None:
 def fusion_command(rows: int, changes: int, repeat: int) -> None:
     """One, ten and fifty stream tables in one call."""
     console = _console()
-    with console.status("starting") as status, bench_server() as bench:
-        families = fusion.run(bench, rows, changes, repeat, status.update)
+    with _progress(console) as say, bench_server() as bench:
+        families = fusion.run(bench, rows, changes, repeat, say)
     stop_spark()
     fusion.show(console, families)
     print_verdicts(console, fusion.verdicts(families))
@@ -79,6 +82,16 @@ def _console() -> Console:
     # Tables are wide; where the output is a file there is no terminal to ask for its width.
     console = Console()
     return console if console.is_terminal else Console(width=170)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """What is being done, in a line that goes away; line by line where the output is a file."""
+    if console.is_terminal:
+        with console.status("starting") as status:
+            yield status.update
+    else:
+        yield lambda text: click.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
 
 
 if __name__ == "__main__":

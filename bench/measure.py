@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
 import statistics
 import time
@@ -18,6 +19,7 @@ from pgtrickle.engine.session import spark_session
 
 REFERENCE_ROWS = 1000
 WARM_UP_JOBS = 40
+DRIVER_MEMORY = "8g"
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -54,6 +56,8 @@ def reference(rows: pa.Table) -> None:
 
 def warm_up() -> None:
     """Enough jobs for the JVM to have compiled what a small job runs through."""
+    # The first filling of a stream table passes through the driver: a million rows do not fit Spark's default of 1 GB.
+    os.environ.setdefault("PYSPARK_SUBMIT_ARGS", f"--driver-memory {DRIVER_MEMORY} pyspark-shell")
     rows = reference_rows()
     for _ in range(WARM_UP_JOBS):
         reference(rows)
