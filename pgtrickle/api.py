@@ -162,7 +162,10 @@ class Database:
         """Analyse a query before it is a stream table, by a temporary view that is gone afterwards."""
         with self.conn.transaction(force_rollback=True):
             try:
-                self.conn.execute(("CREATE TEMP VIEW pgt_candidate AS " + query.rstrip().rstrip(";")).encode())
+                # The binary format brings the extended protocol, which takes one statement only: a COMMIT in the text
+                # would make permanent what follows it.
+                view = "CREATE TEMP VIEW pgt_candidate AS " + query.rstrip().rstrip(";")
+                self.conn.execute(view.encode(), binary=True)
             except psycopg.errors.SyntaxError as error:
                 raise InvalidQueryError(f"the query is not valid: {error.diag.message_primary}") from error
             row = self.conn.execute("SELECT 'pg_temp.pgt_candidate'::regclass::oid::bigint").fetchone()

@@ -151,8 +151,8 @@ def _command(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str)
     if row.own:
         conn.execute(statement.encode())
     else:
-        function = sql.Identifier("pgtrickle_views", f"run_{row.pgt_id}")
-        conn.execute(sql.SQL("SELECT {}(%s)").format(function), (statement,))
+        function = sql.Identifier("pgtrickle_views", f"write_{row.pgt_id}")
+        conn.execute(sql.SQL("SELECT {}(%s, NULL)").format(function), (statement,))
 
 
 def _record(
@@ -228,7 +228,7 @@ def _record(
 
 
 def record_failure(
-    conn: psycopg.Connection[Any], row: StreamTableRow, token: int, error: Exception, initiated_by: str
+    conn: psycopg.Connection[Any], row: StreamTableRow, token: int, error: BaseException | None, initiated_by: str
 ) -> None:
     """Give the claim back and tell what happened."""
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None

@@ -34,13 +34,16 @@ class Cut:
 
 
 @contextmanager
-def take_cut(conn: psycopg.Connection[Any], tables: Sequence[tuple[str, str]]) -> Iterator[Cut]:
-    """Lock the tables, take the snapshot, and hold both until the block ends."""
+def take_cut(conn: psycopg.Connection[Any], views: Sequence[str]) -> Iterator[Cut]:
+    """Lock what the views of pgtrickle_views read, take the snapshot, and hold both until the block ends.
+
+    A lock on a view locks the tables behind it, with the rights of the view's owner.
+    """
     with conn.transaction():
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         set_local(conn, {"lock_timeout": LOCK_TIMEOUT, "statement_timeout": STATEMENT_TIMEOUT})
-        if tables:
-            names = sql.SQL(", ").join(sql.Identifier(*name) for name in sorted(set(tables)))
+        if views:
+            names = sql.SQL(", ").join(sql.Identifier("pgtrickle_views", name) for name in sorted(views))
             try:
                 conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(names))
             except psycopg.errors.LockNotAvailable as error:

@@ -14,6 +14,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.types import StreamTableRow
+from pgtrickle.errors import NotDifferentiableError
 
 Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
 
@@ -107,6 +108,11 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
         mode, reason = "FULL", compiled.reason
         if compiled.fragment:
             reason = f"{reason}: {compiled.fragment}"
+        if row.refresh_mode == "DIFFERENTIAL":
+            raise NotDifferentiableError(
+                f"{row.label} cannot be maintained differentially: {reason}",
+                "Use refresh_mode AUTO or FULL, or change that part of the query.",
+            )
     elif uncaptured:
         mode, reason = "FULL", f"changes of {', '.join(uncaptured)} are not captured"
     known = Frontier.from_json(row.frontier)

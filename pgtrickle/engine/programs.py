@@ -13,6 +13,7 @@ from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import Analysis, aggregate_names
 from pgtrickle.delta.program import Program, build_program
+from pgtrickle.errors import PrivilegeError
 from pgtrickle.query.bind import Binder
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation
@@ -69,6 +70,11 @@ class Programs:
                     program = build_program(own.definition, binder)
             except Unsupported as error:
                 return Compiled(shape, own, None, error.reason, error.fragment)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise PrivilegeError(
+                    f"the query cannot be analysed: {error.diag.message_primary}",
+                    "Grant USAGE on the schemas of its tables and types to the role that refreshes it.",
+                ) from error
             except psycopg.Error as error:
                 reason = f"PostgreSQL does not accept a part of the plan: {error.diag.message_primary}"
                 return Compiled(shape, own, None, reason)
@@ -102,6 +108,8 @@ class Programs:
             with self.conn.transaction(force_rollback=True):
                 self.conn.execute(sql.SQL("CREATE TEMP VIEW pgt_proof AS " + text))
                 row = self.conn.execute("SELECT pg_get_viewdef('pg_temp.pgt_proof'::regclass)").fetchone()
+        except psycopg.errors.InsufficientPrivilege:
+            raise
         except psycopg.Error as error:
             raise Unsupported(
                 f"the parsed query is not accepted by PostgreSQL: {error.diag.message_primary}"

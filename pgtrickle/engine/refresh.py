@@ -17,6 +17,7 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import dict_row
+from pyspark.errors import PySparkException
 
 from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import Analysis, load_query
@@ -30,7 +31,7 @@ from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Compiled, Programs
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
-from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError
 from pgtrickle.query.plan import Fragment
 
 LEASE = timedelta(minutes=10)
@@ -58,6 +59,7 @@ class _Work:
     cut_time: Any = None
     rows_in: int = 0
     error: Exception | None = None
+    applied: bool = False
 
 
 @dataclass
@@ -104,31 +106,57 @@ class Engine:
 
     def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> list[RefreshResult]:
         works = self._claim(ids)
-        again: list[int] = []
         results: list[RefreshResult] = []
+        again: list[int] = []
         try:
-            self._read(works)
+            self._check_parts(works)
+            self._read([work for work in works if work.error is None])
             self._compute([work for work in works if work.error is None])
             for work in works:
+                if work.error is not None:
+                    continue
                 try:
-                    if work.error is not None:
-                        raise work.error
                     results.append(self._apply(work, initiated_by))
                 except Diverged as error:
                     if not retry:
-                        raise
+                        work.error = error
+                        continue
                     self._mark_reinit(work.row.pgt_id, str(error))
                     again.append(work.row.pgt_id)
-        except Exception as error:
-            done = {result.pgt_id for result in results}
-            for work in works:
-                if work.row.pgt_id not in done and not self.conn.closed:
-                    record_failure(self.conn, work.row, work.token, work.error or error, initiated_by)
+                except (psycopg.Error, PgtrickleError) as error:
+                    work.error = error
+        except BaseException as error:
+            self._give_up([work for work in works if not work.applied], error, initiated_by)
             raise
-        self._purge([work for work in works if work.row.pgt_id not in again])
+        failed = [work for work in works if work.error is not None]
+        self._give_up(failed, None, initiated_by)
+        self._purge([work for work in works if work.applied])
         if again:
             results += self._refresh_level(again, initiated_by, retry=False)
+        if failed:
+            # The others are refreshed all the same.
+            assert failed[0].error is not None
+            raise failed[0].error
         return results
+
+    def _give_up(self, works: Sequence[_Work], cause: BaseException | None, initiated_by: str) -> None:
+        """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
+        for work in works:
+            if not self.conn.broken and not self.conn.closed:
+                record_failure(self.conn, work.row, work.token, work.error or cause, initiated_by)
+
+    def _check_parts(self, works: Sequence[_Work]) -> None:
+        """Stream tables that lack a part or a right are suspended; nothing else can help them."""
+        for work in works:
+            if work.row.problem is not None:
+                self.conn.execute(
+                    "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = %s",
+                    (work.row.problem, work.row.pgt_id),
+                )
+                work.error = PrivilegeError(
+                    f"{work.row.label} cannot be refreshed: {work.row.problem}",
+                    "Give the right back, or drop and create the stream table again; then set its status to ACTIVE.",
+                )
 
     def _claim(self, ids: Sequence[int]) -> list[_Work]:
         parameters = {"service": self.service_id, "lease": LEASE, "ids": list(ids)}
@@ -151,15 +179,14 @@ class Engine:
 
     def _read(self, works: Sequence[_Work]) -> None:
         """Take the cut and fetch, in its snapshot, everything the refresh needs."""
+        if not works:
+            return
         begin = time.monotonic()
         shapes = self._shapes(works)
         for work in works:
-            shape = shapes[work.row.pgt_id][1]
-            if work.row.refresh_mode != "FULL" or shape != "":
-                work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shape)
+            work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shapes[work.row.pgt_id][1])
         planned = time.monotonic()
-        tables = [scan for work in works for scan in self._tables(work)]
-        with take_cut(self.conn, tables) as cut:
+        with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
             self.on_step("cut")
             shapes = self._shapes(works)
             sources = self._sources(works, cut)
@@ -178,7 +205,13 @@ class Engine:
                     )
                     continue
                 started = time.monotonic()
-                self._fetch(work, cut, cache)
+                try:
+                    with self.conn.transaction():
+                        self._fetch(work, cut, cache)
+                except (psycopg.Error, PgtrickleError) as error:
+                    if self.conn.broken or self.conn.closed:
+                        raise
+                    work.error = error
                 work.phases.fetch = time.monotonic() - started
                 work.phases.plan = (planned - begin) / len(works)
                 work.phases.cut = (cut_done - planned) / len(works)
@@ -188,12 +221,6 @@ class Engine:
         parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
         rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
         return {row[0]: (row[1] or "", row[2] or "") for row in rows}
-
-    def _tables(self, work: _Work) -> list[tuple[str, str]]:
-        names = [(work.row.pgt_schema, work.row.pgt_name)]
-        if work.compiled is not None and work.compiled.program is not None:
-            names += [(scan.relation.schema, scan.relation.name) for scan in work.compiled.program.scans]
-        return names
 
     def _sources(self, works: Sequence[_Work], cut: Cut) -> dict[int, list[Source]]:
         frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
@@ -265,12 +292,30 @@ class Engine:
             return
         started = time.monotonic()
         self.on_step("spark")
-        deltas = run_jobs([(work.job, work.tables) for work in busy if work.job is not None])
+        deltas = self._run(busy)
         seconds = time.monotonic() - started
         for work, delta in zip(busy, deltas, strict=True):
             work.tables = {}
             work.phases.spark = seconds / len(busy)
             work.phases.delta = delta
+
+    @staticmethod
+    def _run(works: Sequence[_Work]) -> list[pa.Table | None]:
+        """All jobs as one; where that fails, each alone, so that one stream table does not stop the others."""
+        jobs = [(work.job, work.tables) for work in works if work.job is not None]
+        try:
+            return run_jobs(jobs)
+        except PySparkException:
+            if len(works) == 1:
+                raise
+        deltas: list[pa.Table | None] = []
+        for work, job in zip(works, jobs, strict=True):
+            try:
+                deltas += run_jobs([job])
+            except PySparkException as error:
+                work.error = error
+                deltas.append(None)
+        return deltas
 
     def _apply(self, work: _Work, initiated_by: str) -> RefreshResult:
         assert work.decision is not None
@@ -278,8 +323,11 @@ class Engine:
         assert work.frontier is not None
         delta = work.phases.delta
         if delta is None and work.decision.action != "REINITIALIZE" and work.decision.action != "FULL":
-            return record_no_data(self.conn, work, initiated_by)
-        return apply_delta(self.conn, work, delta, initiated_by, self.on_step)
+            result = record_no_data(self.conn, work, initiated_by)
+        else:
+            result = apply_delta(self.conn, work, delta, initiated_by, self.on_step)
+        work.applied = True
+        return result
 
     def _mark_reinit(self, pgt_id: int, reason: str) -> None:
         self.conn.execute(

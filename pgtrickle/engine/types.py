@@ -34,6 +34,7 @@ class StreamTableRow:
     defining_query: str
     owner: str | None
     own: bool | None
+    problem: str | None  # a part that is missing, or a right that the owner no longer has
 
     @property
     def label(self) -> str:

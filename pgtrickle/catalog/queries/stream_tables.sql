@@ -19,7 +19,8 @@ SELECT s.pgt_id,
        s.session_settings,
        s.defining_query,
        pg_get_userbyid(c.relowner) AS owner,
-       c.relowner = current_user::regrole AS own
+       c.relowner = current_user::regrole AS own,
+       coalesce(pgtrickle._ownership_problem(s.pgt_id), pgtrickle._privilege_problem(s.pgt_id)) AS problem
 FROM pgtrickle.pgt_stream_tables s
 LEFT JOIN pg_class c ON c.oid = s.pgt_relid
 WHERE %(ids)s::bigint[] IS NULL OR s.pgt_id = ANY (%(ids)s)

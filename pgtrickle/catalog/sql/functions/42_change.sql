@@ -167,6 +167,7 @@ BEGIN
         PERFORM pgtrickle._drop(dependent.pgt_id, true) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = dependent.pgt_id;
     END LOOP;
     IF stream_table.is_there THEN
+        EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || stream_table.pgt_id);
         EXECUTE format('DROP TABLE %s %s', stream_table.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
     END IF;
     -- Its row, view and functions: what a table dropped by hand would leave.
