@@ -52,7 +52,9 @@ def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
 
 
 def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
-    if diagnostic.severity_nonlocalized == "WARNING":
+    # That nobody serves requests is for SQL users to know: a command does the work itself or says that it cannot.
+    about_service = "no pgtrickle service" in (diagnostic.message_primary or "")
+    if diagnostic.severity_nonlocalized == "WARNING" and not about_service:
         click.echo(f"warning: {diagnostic.message_primary}", err=True)
         if diagnostic.message_hint:
             click.echo(f"hint: {diagnostic.message_hint}", err=True)

@@ -1,0 +1,150 @@
+"""Refreshes from the command line, on real Spark. Starting it takes long, so that each test starts it once at most."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from pgtrickle.catalog.install import install as install_catalog
+from tests.e2e.test_cli import EXECUTABLE, ORDERS, REVENUE, cli, environment, fail, succeed
+from tests.support.database import TestDatabase
+
+STARTING = "starting Spark"
+
+
+@pytest.fixture
+def shop(database: TestDatabase, conn: psycopg.Connection) -> TestDatabase:
+    install_catalog(conn)
+    conn.execute(ORDERS)
+    return database
+
+
+def test_a_refresh_here_starts_spark_only_where_there_is_something_to_compute(
+    shop: TestDatabase, conn: psycopg.Connection
+) -> None:
+    created = cli(shop.dsn, "create", "revenue", REVENUE, "--json")
+    assert created.returncode == 0, created.stderr
+    assert json.loads(created.stdout)["status"] == "ACTIVE"
+    assert created.stderr.startswith(STARTING)
+    assert len(created.stderr.splitlines()) == 1, "the JVM's chatter is not for users"
+    assert equal(conn, "revenue", REVENUE)
+
+    idle = cli(shop.dsn, "refresh", "--all", "--json")
+    assert [result["action"] for result in json.loads(idle.stdout)] == ["NO_DATA"]
+    assert idle.stderr == ""
+
+    conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
+    once = cli(shop.dsn, "run", "--once")
+    assert (once.returncode, once.stdout, once.stderr) == (0, "1 done, 0 failed, 0 postponed\n", "")
+    served = conn.execute(
+        "SELECT r.status, h.initiated_by FROM pgtrickle.pgt_requests AS r"
+        " JOIN pgtrickle.pgt_refresh_history AS h USING (refresh_id)"
+    ).fetchall()
+    assert served == [("DONE", "REQUEST")]
+    assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_services").fetchone() == (0,)
+    assert [row["initiated_by"] for row in json.loads(succeed(shop.dsn, "history", "revenue", "--json"))] == [
+        "REQUEST",
+        "MANUAL",
+        "INITIAL",
+    ]
+    assert len(succeed(shop.dsn, "history", "revenue", "--limit", "1").splitlines()) == 1
+
+
+def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
+    conn.execute(
+        "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = %s, claim_expires = now() + interval '1 minute'", [uuid4()]
+    )
+    assert "is being refreshed by another process" in fail(3, shop.dsn, "refresh", "revenue")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
+    assert "wait for another process" in fail(3, shop.dsn, "run", "--once")
+    assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("PENDING",)]
+
+
+def test_a_refresh_that_fails_says_why_and_fails_alone(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    conn.execute("CREATE TABLE empty (id int PRIMARY KEY)")
+    succeed(shop.dsn, "create", "fine", "SELECT id FROM empty", "--no-init")
+    succeed(shop.dsn, "create", "broken", "SELECT id, 1 / (id - 7) AS x FROM orders", "--no-init", "--mode", "FULL")
+    assert "division by zero (SQLSTATE 22012)" in fail(1, shop.dsn, "refresh", "broken")
+    for name in ("broken", "fine"):
+        conn.execute("SELECT pgtrickle.refresh_stream_table(%s)", [name])
+    done = cli(shop.dsn, "run", "--once")
+    assert (done.returncode, done.stdout) == (1, "1 done, 1 failed, 0 postponed\n")
+    requests = conn.execute("SELECT status, error FROM pgtrickle.pgt_requests ORDER BY request_id").fetchall()
+    assert requests == [("FAILED", "division by zero"), ("DONE", None)]
+    assert "division by zero" in succeed(shop.dsn, "status")
+    assert "division by zero" in cli(shop.dsn, "doctor").stdout
+
+
+def test_requests_of_a_service_that_died_are_served(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    conn.execute("CREATE TABLE empty (id int PRIMARY KEY)")
+    succeed(shop.dsn, "create", "fine", "SELECT id FROM empty", "--no-init")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('fine')")
+    conn.execute("UPDATE pgtrickle.pgt_requests SET status = 'RUNNING'")
+    lock = "SELECT {}(hashtextextended('pgtrickle.request', request_id)) FROM pgtrickle.pgt_requests"
+    conn.execute(lock.format("pg_advisory_lock").encode())
+    assert succeed(shop.dsn, "run", "--once").startswith("0 done"), "its service is alive: it has the lock"
+    conn.execute(lock.format("pg_advisory_unlock").encode())
+    assert succeed(shop.dsn, "run", "--once").startswith("1 done")
+
+
+def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    with service(shop, conn) as process:
+        created = cli(shop.dsn, "create", "revenue", REVENUE)
+        assert (created.returncode, created.stderr) == (0, ""), "no Spark of its own"
+        assert equal(conn, "revenue", REVENUE)
+        conn.execute("UPDATE orders SET amount = amount + 1, region = 'r9' WHERE id < 5")
+        (result,) = json.loads(succeed(shop.dsn, "refresh", "revenue", "--json"))
+        assert (result["name"], result["action"]) == ("public.revenue", "DIFFERENTIAL")
+        assert result["rows_inserted"] > 0
+        assert equal(conn, "revenue", REVENUE)
+
+        conn.execute("DELETE FROM orders WHERE id = 1")
+        conn.execute("CALL pgtrickle.refresh_and_wait('revenue', '2 minutes')")
+        assert equal(conn, "revenue", REVENUE)
+        (status,) = json.loads(succeed(shop.dsn, "status", "--json"))
+        assert (status["last_action"], status["errors"]) == ("DIFFERENTIAL", 0)
+        assert 0 <= status["staleness"] < 300
+
+        process.send_signal(signal.SIGTERM)
+        stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert stderr.endswith("interrupted\n")
+    assert "Traceback" not in stderr
+    assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_services").fetchone() == (0,)
+
+
+@contextmanager
+def service(shop: TestDatabase, conn: psycopg.Connection) -> Iterator[subprocess.Popen[str]]:
+    """`pgtrickle run`, from when it is seen in the catalog."""
+    process = subprocess.Popen(
+        [EXECUTABLE, "run"],
+        env=environment(shop.dsn),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while conn.execute("SELECT count(*) FROM pgtrickle.pgt_services").fetchone() == (0,):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def equal(conn: psycopg.Connection, name: str, query: str) -> bool:
+    stored = conn.execute(f"TABLE {name}".encode()).fetchall()
+    return sorted(stored) == sorted(conn.execute(query.encode()).fetchall())
