@@ -29,6 +29,7 @@ class Target:
     table: str  # quoted, with schema
     columns: tuple[Column, ...]
     key: tuple[str, ...] | None
+    null_keys: bool = True  # the delta may hold NULL in a key, for which no index can be searched
 
 
 def incoming(columns: Sequence[tuple[str, str]], *, staged: bool) -> str:
@@ -69,9 +70,15 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
     both = ", ".join([*names, *(name for name, _ in sums)])
     added = ", ".join(f"{name} = s.{name} + excluded.{name}" for name, _ in sums)
     conflict = f"({', '.join(names)})" if names else "(singleton)"
-    match = " AND ".join(f"u.{name} IS NOT DISTINCT FROM d.{name}" for name in names) or "true"
     before = ", ".join(f"u.{name} - d.{name} AS {name}" for name, _ in sums)
     prefixed = "".join(f"u.{name}, " for name in names)
+    equal = " AND ".join(f"u.{name} = d.{name}" for name in names) or "true"
+    old = f"SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON {equal}"
+    if names and target.null_keys:
+        # Equality with NULL cannot be hashed: only groups with a NULL are met this way.
+        same = " AND ".join(f"u.{name} IS NOT DISTINCT FROM d.{name}" for name in names)
+        has_null = " OR ".join(f"d.{name} IS NULL" for name in names)
+        old += f" UNION ALL SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON ({has_null}) AND {same}"
     alive = " WHERE n > 0" if linear.keys else ""
     z = " UNION ALL ".join(
         finished(_valued(source, linear, weight), steps)
@@ -84,7 +91,7 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
         f"WITH d AS MATERIALIZED (SELECT {', '.join([*names, totals])} FROM ({rows}) AS i{group}),"
         f" up AS (INSERT INTO {state} AS s ({both}) SELECT {both} FROM d"
         f" ON CONFLICT {conflict} DO UPDATE SET {added}, known = true RETURNING {both}, known),"
-        f" old AS (SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON {match}),"
+        f" old AS ({old}),"
         f" z AS MATERIALIZED ({z}){_change(target)}"
     )
 
@@ -145,8 +152,6 @@ def _change_by_key(target: Target) -> str:
     gone = f"SELECT DISTINCT {listed} FROM z WHERE w < 0"
     kept = f"SELECT {listed} FROM z WHERE w > 0"
     match = " AND ".join(f"t.{ident(name)} = g.{ids[name]}" for name in target.key)
-    null_match = " AND ".join(f"t.{ident(name)} IS NOT DISTINCT FROM g.{ids[name]}" for name in target.key)
-    has_null = " OR ".join(f"g.{ids[name]} IS NULL" for name in target.key)
     others = [column for column in target.columns if column.name not in target.key]
     sets = ", ".join(f"{ident(column.name)} = excluded.{ident(column.name)}" for column in others)
     if not target.key:
@@ -161,13 +166,19 @@ def _change_by_key(target: Target) -> str:
         )
     action = f"UPDATE SET {sets}" if sets else "NOTHING"
     conflict = ", ".join(ident(name) for name in target.key)
+    deletes = [f"del AS (DELETE FROM {target.table} AS t USING g WHERE {match} RETURNING 1)"]
+    deleted = "(SELECT count(*) FROM del)"
+    if target.null_keys:
+        null_match = " AND ".join(f"t.{ident(name)} IS NOT DISTINCT FROM g.{ids[name]}" for name in target.key)
+        has_null = " OR ".join(f"g.{ids[name]} IS NULL" for name in target.key)
+        deletes.append(
+            f"deln AS (DELETE FROM {target.table} AS t USING g WHERE ({has_null}) AND {null_match} RETURNING 1)"
+        )
+        deleted += " + (SELECT count(*) FROM deln)"
     return (
-        f", g AS MATERIALIZED ({gone} EXCEPT {kept}),"
-        f" del AS (DELETE FROM {target.table} AS t USING g WHERE {match} RETURNING 1),"
-        f" deln AS (DELETE FROM {target.table} AS t USING g WHERE ({has_null}) AND {null_match} RETURNING 1),"
+        f", g AS MATERIALIZED ({gone} EXCEPT {kept}), {', '.join(deletes)},"
         f" ins AS (INSERT INTO {target.table} ({names}) {plus} ON CONFLICT ({conflict}) DO {action} RETURNING 1)"
-        " SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del) + (SELECT count(*) FROM deln),"
-        " (SELECT count(*) FROM g) - (SELECT count(*) FROM del) - (SELECT count(*) FROM deln)]"
+        f" SELECT ARRAY[(SELECT count(*) FROM ins), {deleted}, (SELECT count(*) FROM g) - ({deleted})]"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -11,13 +12,16 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from pgtrickle.compile.apply import Target, linear_statement, resync_statement, rows_statement, state_ddl
+from pgtrickle.compile.apply import Target, incoming, linear_statement, resync_statement, rows_statement, state_ddl
 from pgtrickle.compile.text import ident
+from pgtrickle.delta.linear import Linear
+from pgtrickle.delta.program import Program
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.jobs import whole_view
 from pgtrickle.engine.load import as_arrays, is_staged, stage
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import OnStep, _Work
@@ -84,7 +88,7 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
         stage(conn, delta, None if row.own else row.owner)
     arrays = as_arrays(delta) if delta is not None and not staged else []
     if program is not None and program.linear is not None:
-        target = Target(table, program.output, key)
+        target = Target(table, program.output, key, _null_keys(program, key, delta))
         if decision.action == "DIFFERENTIAL":
             counts = _run(
                 conn, row, linear_statement(target, program.linear, program.finish, state, staged=staged), arrays
@@ -94,7 +98,8 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
                 _command(conn, row, statement)
             if delta is not None:
                 _run(conn, row, _load_state(program.linear, state, staged=staged), arrays)
-            counts = _run(conn, row, resync_statement(target, program.linear, program.finish, state), [])
+            anything = replace(target, null_keys=True)
+            counts = _run(conn, row, resync_statement(anything, program.linear, program.finish, state), [])
         if program.linear.keys:
             _run(
                 conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
@@ -103,7 +108,7 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
         return 0, 0
     elif decision.action == "DIFFERENTIAL":
         assert program is not None
-        target = Target(table, program.output, key)
+        target = Target(table, program.output, key, _null_keys(program, key, delta))
         counts = _run(conn, row, rows_statement(target, program.core.columns, program.finish, staged=staged), arrays)
     else:
         on_spark = program is not None and row.placement == "spark"
@@ -117,9 +122,22 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
     return counts[0], counts[1]
 
 
-def _load_state(linear: Any, state: str, *, staged: bool) -> str:
-    from pgtrickle.compile.apply import incoming
+def _null_keys(program: Program, key: tuple[str, ...] | None, delta: pa.Table | None) -> bool:
+    """Whether a key of the delta is NULL somewhere. Keys pass the last steps as they are."""
+    if delta is None:
+        return False
+    if program.linear is not None:
+        return any(delta.column(f"k{i}").null_count > 0 for i in range(len(program.linear.keys)))
+    if key is None:
+        return False
+    ids = {column.id for column in program.output if column.name in key}
+    for step in reversed(program.finish):
+        if isinstance(step, Project):
+            ids = {value.name for column, value in step.items if column.id in ids}
+    return any(delta.column(name).null_count > 0 for name in ids)
 
+
+def _load_state(linear: Linear, state: str, *, staged: bool) -> str:
     columns = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)] + linear.state_columns
     names = ", ".join(name for name, _ in columns)
     keys = ", ".join(name for name, _ in columns[: len(linear.keys)])

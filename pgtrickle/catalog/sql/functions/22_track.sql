@@ -79,7 +79,8 @@ $$;
 REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text) FROM PUBLIC;
 
 -- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of
--- the transaction, and a stream table more needs no lock on the source.
+-- the transaction, and a stream table more needs no lock on the source. Its creators come one after the other: two
+-- GRANTs on one buffer at the same time fail.
 CREATE OR REPLACE FUNCTION pgtrickle._is_captured(source regclass, columns smallint[]) RETURNS boolean
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -87,7 +88,7 @@ DECLARE
     tracking record;
 BEGIN
     SELECT t.*, to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) AS capture INTO tracking
-    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR SHARE;
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR UPDATE;
     RETURN FOUND
         AND tracking.capture_kind = pgtrickle._capture_kind(source)
         AND tracking.tracked_columns = pgtrickle._stored_columns(source, tracking.tracked_columns || columns)
