@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -23,6 +25,8 @@ _LABELS = "1000,0.1%,1%"
 @click.pass_context
 def main(context: click.Context) -> None:
     """Measure pgtrickle on a PostgreSQL of its own. Without a command, everything, over a million rows."""
+    # Ended from outside, as by `timeout`, Python would leave the server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     if context.invoked_subcommand is None:
         for command in (refresh_command, write_cost_command, fusion_command):
             context.invoke(command)
@@ -39,9 +43,14 @@ def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path)
     """Refreshes beside REFRESH MATERIALIZED VIEW."""
     from bench.plot import plot_phases, plot_times  # slow to import
 
-    console = _console()
+    console, report = _console(), refresh.Report()
     with _progress(console) as say, bench_server() as bench:
-        report = refresh.run(bench, rows, changes.split(","), repeat, say)
+        try:
+            refresh.run(bench, rows, changes.split(","), repeat, report, say)
+        except KeyboardInterrupt:
+            if not report.cells:
+                raise
+            console.print("[bold]Interrupted[/]: what was measured until here, not checked against the queries")
     stop_spark()
     print_refresh(console, report)
     print_verdicts(console, refresh_verdicts(report))
@@ -72,10 +81,10 @@ def fusion_command(rows: int, changes: int, repeat: int) -> None:
     """One, ten and fifty stream tables in one call."""
     console = _console()
     with _progress(console) as say, bench_server() as bench:
-        families = fusion.run(bench, rows, changes, repeat, say)
+        for family in fusion.run(bench, rows, changes, repeat, say):
+            fusion.show(console, family)
+            print_verdicts(console, fusion.verdicts(family))
     stop_spark()
-    fusion.show(console, families)
-    print_verdicts(console, fusion.verdicts(families))
 
 
 def _console() -> Console:

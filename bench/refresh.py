@@ -90,14 +90,12 @@ def count_of(label: str, rows: int) -> int:
     return round(rows * float(label[:-1]) / 100) if label.endswith("%") else int(label)
 
 
-def run(bench: Bench, sizes: Sequence[int], labels: Sequence[str], repeats: int, say: Progress) -> Report:
-    """Measure everything; sizes one after another, everything else interleaved."""
-    report = Report()
+def run(bench: Bench, sizes: Sequence[int], labels: Sequence[str], repeats: int, report: Report, say: Progress) -> None:
+    """Measure everything into the report; sizes one after another, everything else interleaved."""
     say("warming up Spark")
     warm_up()
     for rows in sizes:
         _measure_size(bench, rows, labels, repeats, report, say)
-    return report
 
 
 def _measure_size(bench: Bench, rows: int, labels: Sequence[str], repeats: int, report: Report, say: Progress) -> None:
