@@ -66,12 +66,13 @@ def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> Non
     """Lock the catalog row and prove that the claim is still ours; the guard lets this transaction write."""
     taken = conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id()"
-        " WHERE pgt_id = %s AND fencing_token = %s",
+        " WHERE pgt_id = %s AND fencing_token = %s AND claim_expires > now()",
         (row.pgt_id, token),
     ).rowcount
     if taken != 1:
         raise RefreshConflictError(
-            f"another process took over the refresh of {row.label}", "Nothing was written. Refresh again if needed."
+            f"the claim on {row.label} ran out or was taken over by another process",
+            "Nothing was written. Refresh again if needed.",
         )
 
 

@@ -31,7 +31,7 @@ from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Compiled, Programs
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
-from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError
+from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, SourceChangedError
 from pgtrickle.query.plan import Fragment
 
 LEASE = timedelta(minutes=10)
@@ -111,9 +111,10 @@ class Engine:
         try:
             self._check_parts(works)
             self._read([work for work in works if work.error is None])
-            self._compute([work for work in works if work.error is None])
+            again = self._altered_meanwhile([work for work in works if work.error is None], retry=retry)
+            self._compute([work for work in works if work.error is None and work.row.pgt_id not in again])
             for work in works:
-                if work.error is not None:
+                if work.error is not None or work.row.pgt_id in again:
                     continue
                 try:
                     results.append(self._apply(work, initiated_by))
@@ -138,6 +139,22 @@ class Engine:
             assert failed[0].error is not None
             raise failed[0].error
         return results
+
+    def _altered_meanwhile(self, works: Sequence[_Work], *, retry: bool) -> list[int]:
+        """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
+        names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
+        if not names:
+            return []
+        rows = self.conn.execute(
+            "SELECT r, pgtrickle._capture_signature(r::oid::regclass) FROM unnest(%s::bigint[]) AS r", (list(names),)
+        ).fetchall()
+        altered = {relid for relid, signature in rows if signature != names[relid]}
+        found = [work for work in works if any(source.relid in altered for source in work.sources)]
+        if found and not retry:
+            raise SourceChangedError(
+                f"partitions or capture triggers below {found[0].row.label} keep changing", "Refresh again later."
+            )
+        return [work.row.pgt_id for work in found]
 
     def _give_up(self, works: Sequence[_Work], cause: BaseException | None, initiated_by: str) -> None:
         """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
@@ -195,6 +212,7 @@ class Engine:
             for work in works:
                 meaning, shape = shapes[work.row.pgt_id]
                 work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+                _check_key(work)
                 work.cut_time = cut.time
                 work.sources = sources[work.row.pgt_id]
                 assert work.compiled is not None
@@ -203,6 +221,8 @@ class Engine:
                     work.error = PgtrickleError(
                         f"a source of {work.row.label} was altered during the refresh", "Refresh again."
                     )
+                    continue
+                if work.error is not None:
                     continue
                 started = time.monotonic()
                 try:
@@ -339,3 +359,15 @@ class Engine:
         names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
         for name in names:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
+
+
+def _check_key(work: _Work) -> None:
+    """The table's unique key must still be one of the query, or rows would overwrite each other."""
+    program = work.compiled.program if work.compiled is not None else None
+    stored = work.row.key_columns
+    if stored is None or (program is not None and program.key is not None and set(program.key) <= set(stored)):
+        return
+    work.error = PgtrickleError(
+        f"{work.row.label} has the key ({', '.join(stored)}), which is none of its query",
+        "The query was changed. Drop the stream table and create it again.",
+    )

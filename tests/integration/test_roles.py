@@ -71,8 +71,9 @@ def test_the_service_refreshes_for_owners_whose_tables_it_may_not_read(roles: Ro
     queries[create(roles, bob, "lasts", q)] = (bob, q)
     q = f"SELECT a.kind, b.amount FROM {bob}.orders a JOIN {bob}.orders b ON b.id = a.id + 1"
     queries[create(roles, bob, "pairs", q)] = (bob, q)
-    with psycopg.connect(roles.database.dsn_as(roles.service), autocommit=True) as conn, pytest.raises(
-        psycopg.errors.InsufficientPrivilege
+    with (
+        psycopg.connect(roles.database.dsn_as(roles.service), autocommit=True) as conn,
+        pytest.raises(psycopg.errors.InsufficientPrivilege),
     ):
         conn.execute(f"SELECT * FROM {alice}.orders".encode())
     for change in (0, 1):
@@ -132,7 +133,9 @@ def test_an_owners_code_cannot_reach_another_owners_table(roles: Roles, way: str
     """Run during fetch and apply by the service: it has the owner's rights, and no way back to the login's."""
     alice, bob = roles.alice, roles.bob
     volatility = "IMMUTABLE" if way in {"query", "index"} else "VOLATILE"
-    roles.sql(bob, f"CREATE TABLE {bob}.loot (what text)", HOSTILE.format(owner=bob, victim=alice, volatility=volatility))
+    roles.sql(
+        bob, f"CREATE TABLE {bob}.loot (what text)", HOSTILE.format(owner=bob, victim=alice, volatility=volatility)
+    )
     # Something of alice's that the service does have rights on, in the same database.
     other = create(roles, alice, "mine", f"SELECT id, amount FROM {alice}.orders")
     called = f"{bob}.attack(id)" if way == "query" else "1"

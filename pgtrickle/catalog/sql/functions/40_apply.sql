@@ -16,7 +16,13 @@ DECLARE
     removed bigint;
 BEGIN
     SELECT buffer_relid INTO buffer FROM pgtrickle.pgt_change_tracking WHERE source_stable_name = stable_name;
-    IF buffer IS NULL THEN
+    -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
+    -- change from then on. An hour covers an apply that outlives its lease.
+    IF buffer IS NULL OR EXISTS (
+        SELECT FROM pgtrickle.pgt_dependencies d
+        JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
+        WHERE d.source_stable_name = stable_name AND (s.frontier IS NULL OR s.reinit_reason IS NOT NULL)
+          AND s.claimed_by IS NOT NULL AND s.claim_expires > now() - interval '1 hour') THEN
         RETURN 0;
     END IF;
     -- Who starts over needs no change from before. Without consumers everything that is over may go.

@@ -1,0 +1,58 @@
+"""Plans without a server: relations and types written down, as PostgreSQL would answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlglot import exp
+
+from pgtrickle.delta.program import Program, build_program
+from pgtrickle.query.bind import Binder
+from pgtrickle.query.plan import Column, Relation, RelationColumn
+from pgtrickle.query.types import BOOL, INT4, INT8, NUMERIC, TEXT, PgType
+
+INTEGER = PgType(INT4, -1, "integer")
+BIGINT = PgType(INT8, -1, "bigint")
+STRING = PgType(TEXT, -1, "text")
+MONEY = PgType(NUMERIC, (10 << 16 | 2) + 4, "numeric(10,2)")
+BOOLEAN = PgType(BOOL, -1, "boolean")
+
+
+def table(oid: int, name: str, columns: dict[str, PgType], key: tuple[str, ...] = ()) -> Relation:
+    fields = tuple(RelationColumn(column, i + 1, type_) for i, (column, type_) in enumerate(columns.items()))
+    return Relation(oid, "shop", name, "r", fields, key, buffer=f"changes_{name}")
+
+
+RELATIONS = [
+    table(1, "orders", {"id": INTEGER, "customer": INTEGER, "kind": STRING, "amount": MONEY}, ("id",)),
+    table(2, "customers", {"id": INTEGER, "tier": STRING}, ("id",)),
+    table(3, "items", {"order_id": INTEGER, "sku": STRING, "qty": INTEGER}),
+]
+
+
+class WrittenTypes:
+    """Columns have their own types, aggregates and constants those of PostgreSQL; anything else is text."""
+
+    def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
+        known = {column.id: column.type for column in columns}
+        return [self._type(known, expression) for expression in expressions]
+
+    def _type(self, known: dict[str, PgType], node: exp.Expression) -> PgType:
+        if isinstance(node, exp.Paren):
+            return self._type(known, node.this)
+        if isinstance(node, exp.Column):
+            return known[node.name]
+        if isinstance(node, exp.Count):
+            return BIGINT
+        if isinstance(node, exp.Predicate | exp.Connector | exp.Not):
+            return BOOLEAN
+        return INTEGER if isinstance(node, exp.Literal) and not node.is_string else STRING
+
+    def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:
+        return list(branches[0])
+
+
+def plan_query(text: str) -> Program:
+    """The program of a query over the relations above."""
+    relations = {(relation.schema, relation.name): relation for relation in RELATIONS}
+    return build_program(text, Binder(relations, WrittenTypes(), frozenset({"string_agg"})))
