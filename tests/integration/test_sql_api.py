@@ -509,9 +509,12 @@ def test_four_roles(roles: Roles) -> None:
         roles.service.execute(
             "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id() WHERE pgt_id = %s", [mine]
         )
-        statement = "INSERT INTO alice.st SELECT v::int FROM unnest($1) AS v"
+        statement = (
+            "WITH i AS (INSERT INTO alice.st SELECT v::int FROM unnest($1) AS v RETURNING 1)"
+            " SELECT ARRAY[count(*)] FROM i"
+        )
         written = one(roles.service, f"SELECT pgtrickle_views.write_{mine}(%s, %s)", [statement, ["1", "2"]])
-        assert written == (2,)
+        assert written == ([2],)
     assert roles.alice.execute("SELECT a FROM st ORDER BY 1").fetchall() == [(1,), (2,)]
     roles.service.execute(f"DELETE FROM {buffer}")
     for pgt_id in (mine, theirs):
@@ -663,3 +666,27 @@ def test_two_who_create_at_the_same_time(roles: Roles) -> None:
             thread.join()
     assert errors == []
     assert one(roles.alice, "SELECT count(*) FROM pgtrickle.pgt_stream_tables") == (10,)
+
+
+def test_who_creates_on_the_same_source_waits_for_the_other(roles: Roles) -> None:
+    create(roles.alice, "first", "SELECT a FROM t")
+    errors: list[psycopg.Error] = []
+    with psycopg.connect(roles.database.dsn_as(roles.alice.info.user), autocommit=True) as second:
+        second.execute("SET search_path = alice")
+
+        def late() -> None:
+            try:
+                create(second, "third", "SELECT a FROM t")
+            except psycopg.Error as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=late)
+        with roles.alice.transaction():
+            create(roles.alice, "second", "SELECT a FROM t")
+            thread.start()
+            waits = "SELECT count(*) FROM pg_locks WHERE pid = %s AND NOT granted"
+            while one(roles.installer, waits, [second.info.backend_pid]) == (0,) and thread.is_alive():
+                roles.installer.execute("SELECT pg_sleep(0.005)")
+        thread.join()
+    assert errors == []
+    assert one(roles.alice, "SELECT count(*) FROM pgtrickle.pgt_stream_tables") == (3,)
