@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from pgtrickle.cli.common import open_database, stop_on_signals, with_dsn
 from pgtrickle.errors import RefreshConflictError, RefreshError
+
+if TYPE_CHECKING:
+    from pgtrickle.cli.serving import Served
 
 
 @click.command(
@@ -24,7 +29,7 @@ def run(dsn: str | None, once: bool) -> None:
     """
     from pgtrickle.catalog.install import require_installed
     from pgtrickle.cli.refreshing import claims_given_back
-    from pgtrickle.cli.serving import Presence, Served, serve_requests
+    from pgtrickle.cli.serving import Presence, serve_requests
     from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
 
     stop_on_signals()
@@ -41,16 +46,13 @@ def run(dsn: str | None, once: bool) -> None:
             click.echo(f"serving requests in database {database.conn.info.dbname}; Ctrl-C ends it", err=True)
             while True:
                 served = serve_requests(database)
-                if served != Served():
+                if served.done or served.failed or served.postponed:
                     click.echo(f"{served.done} done, {served.failed} failed, {served.postponed} postponed")
                 for _ in database.conn.notifies(timeout=1, stop_after=1):
                     pass
 
 
-def _judge(served: object) -> None:
-    from pgtrickle.cli.serving import Served
-
-    assert isinstance(served, Served)
+def _judge(served: Served) -> None:
     if served.failed:
         raise RefreshError(
             f"{served.failed} of the requested refreshes failed", "`pgtrickle status` says which and why."

@@ -148,3 +148,21 @@ def service(shop: TestDatabase, conn: psycopg.Connection) -> Iterator[subprocess
 def equal(conn: psycopg.Connection, name: str, query: str) -> bool:
     stored = conn.execute(f"TABLE {name}".encode()).fetchall()
     return sorted(stored) == sorted(conn.execute(query.encode()).fetchall())
+
+
+def test_ctrl_c_gives_the_stream_table_back(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
+    with psycopg.connect(shop.dsn) as blocker:
+        blocker.execute("LOCK TABLE orders")  # the refresh has claimed the stream table and waits to read
+        process = subprocess.Popen(
+            [EXECUTABLE, "refresh", "revenue"], env=environment(shop.dsn), stderr=subprocess.PIPE, text=True
+        )
+        deadline = time.monotonic() + 60
+        while conn.execute("SELECT claimed_by FROM pgtrickle.pgt_stream_tables").fetchone() == (None,):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        stderr = process.communicate(timeout=60)[1]
+    assert (process.returncode, stderr.strip()) == (130, "interrupted")
+    assert conn.execute("SELECT claimed_by FROM pgtrickle.pgt_stream_tables").fetchone() == (None,)
