@@ -462,7 +462,6 @@ def test_a_replaced_part_of_the_query_starts_over(statement: str, db: pgtrickle.
     assert _action(db, "doubled")[0] == "DIFFERENTIAL"
 
 
-@pytest.mark.xfail(strict=True, reason="a dropped query view ends in StopIteration")
 def test_a_source_dropped_with_cascade_has_a_clear_error(db: pgtrickle.Database, conn: Connection) -> None:
     conn.execute("CREATE TABLE other (id int PRIMARY KEY)")
     db.create_stream_table("kept", KEPT)
