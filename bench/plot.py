@@ -36,6 +36,8 @@ def plot_times(report: Report, path: Path) -> None:
         for panel, label in zip(line, labels, strict=True):
             _draw_panel(panel, report, rows, label)
         line[0].set_ylabel("milliseconds (logarithmic)")
+    # The axis is shared: a limit set while panels are drawn would cut off the bars of later ones.
+    panels[0][0].set_ylim(10, 1600 * max(cell.seconds for cell in report.cells))
     handles, names = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(names), frameon=False)
     figure.savefig(path, dpi=130)
@@ -53,7 +55,6 @@ def _draw_panel(panel: Axes, report: Report, rows: int, label: str) -> None:
     base = median(report.references) * 1000
     panel.axhline(base, color="#b00020", linewidth=1, linestyle="--", label=f"Spark reference, {base:.0f} ms")
     panel.set_yscale("log")
-    panel.set_ylim(bottom=10)
     panel.yaxis.set_major_locator(LogLocator(subs=(1.0,)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
