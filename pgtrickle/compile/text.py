@@ -40,6 +40,11 @@ class SqlText:
         return sql.Composed(parts)
 
 
+def readable(text: str) -> str:
+    """The text for a person: holes say what will stand there."""
+    return _HOLE.sub(lambda match: "(the window)" if match.group(1) == WINDOW else "(the keys)", text)
+
+
 def ident(name: str) -> str:
     """An identifier, quoted."""
     return '"' + name.replace('"', '""') + '"'

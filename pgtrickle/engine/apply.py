@@ -66,13 +66,12 @@ def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> Non
     """Lock the catalog row and prove that the claim is still ours; the guard lets this transaction write."""
     taken = conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id()"
-        " WHERE pgt_id = %s AND fencing_token = %s AND claim_expires > now()",
+        " WHERE pgt_id = %s AND fencing_token = %s",
         (row.pgt_id, token),
     ).rowcount
     if taken != 1:
         raise RefreshConflictError(
-            f"the claim on {row.label} ran out or was taken over by another process",
-            "Nothing was written. Refresh again if needed.",
+            f"another process took over the refresh of {row.label}", "Nothing was written. Refresh again if needed."
         )
 
 
@@ -96,7 +95,7 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
             )
         else:
             for statement in state_ddl(program.linear, state):
-                _command(conn, row, statement)
+                run_as_owner(conn, row, statement)
             if delta is not None:
                 _run(conn, row, _load_state(program.linear, state, staged=staged), arrays)
             anything = replace(target, null_keys=True)
@@ -165,7 +164,7 @@ def _run(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, arr
     return [int(value) for value in answer[0]]
 
 
-def _command(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str) -> None:
+def run_as_owner(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str) -> None:
     """Run a command that gives nothing back, with the rights of the stream table's owner."""
     if row.own:
         conn.execute(statement.encode())
@@ -200,6 +199,7 @@ def _record(
         "reason": reason,
         "rows_in": work.rows_in,
         "inserted": inserted,
+        "changed": inserted + deleted > 0,
         "deleted": deleted,
         "phases": Jsonb(work.phases.seconds()),
         "by": initiated_by,
@@ -213,7 +213,7 @@ def _record(
             " status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,"
             " reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s, claimed_by = NULL,"
             " claim_expires = NULL, consecutive_errors = 0, last_error = NULL, updated_at = now(),"
-            " data_version = data_version + CASE WHEN %(inserted)s + %(deleted)s > 0 THEN 1 ELSE 0 END"
+            " data_version = data_version + CASE WHEN %(changed)s THEN 1 ELSE 0 END"
             " WHERE pgt_id = %(id)s",
             parameters,
         )

@@ -39,12 +39,14 @@ class Decision:
     reason: str | None
     mode: Literal["DIFFERENTIAL", "FULL"]
     mode_reason: str | None
+    retrack: tuple[int, ...] = ()  # sources whose capture no longer fits them
 
 
 _MARKERS = {
     "TRUNCATE": "{} was truncated",
     "SCHEMA": "columns of {} were renamed or retyped",
     "OVERFLOW": "the change buffer of {} overflowed",
+    "MERGE": "a MERGE moved rows of {} between partitions, where capture cannot see them",
 }
 
 
@@ -118,7 +120,12 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
     known = Frontier.from_json(row.frontier)
     again = _must_start_over(row, sources, known, now)
     if again is not None:
-        return Decision("REINITIALIZE", again, mode, reason)
+        stale = tuple(
+            source.relid
+            for source in sources
+            if source.captured and (source.signature != source.known_signature or "SCHEMA" in source.markers)
+        )
+        return Decision("REINITIALIZE", again, mode, reason, stale)
     moved = any(source.changed for source in sources)
     if mode == "FULL":
         if sources and not moved and not uncaptured and not _follows_time(reason):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pgtrickle.compile.place import Placer
 from pgtrickle.compile.postgres import compile_fragment
+from pgtrickle.compile.text import readable
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.query.plan import (
@@ -61,6 +62,7 @@ def _draw(plan: Plan, indent: str, lines: list[str]) -> None:
 
 
 def _short(text: str, width: int = 140) -> str:
+    text = readable(text)
     return text if len(text) <= width else text[: width - 1] + "…"
 
 

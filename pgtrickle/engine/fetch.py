@@ -1,7 +1,7 @@
 """Reading fragments from PostgreSQL into Arrow, in the snapshot of the cut.
 
-Rows leave the server as CSV by COPY and are parsed by Arrow's reader, which is many times faster than building Python
-objects. Changes are consolidated on arrival: what cancels out is never seen by Spark.
+Rows leave the server as CSV by COPY and are parsed by Arrow's reader, without a Python object per value. Changes are
+consolidated on arrival: what cancels out is never seen by Spark.
 """
 
 from __future__ import annotations

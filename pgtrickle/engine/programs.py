@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
+from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import Analysis, aggregate_names
@@ -64,6 +65,7 @@ class Programs:
                 for relation in relations.values():
                     if relation.definition is not None:
                         self._prove(relation.definition)
+                        _check_session_values(relation.definition)
                 assert own.definition is not None
                 binder = Binder(relations, analysis, self._aggregates)
                 with self.conn.transaction():
@@ -117,6 +119,15 @@ class Programs:
         assert row is not None
         if _comparable(row[0]) != _comparable(definition):
             raise Unsupported("the parsed query does not mean the same to PostgreSQL")
+
+
+def _check_session_values(definition: str) -> None:
+    """CURRENT_USER and its kin are another value for the service than for who reads."""
+    found = parse(definition).find(
+        exp.CurrentUser, exp.SessionUser, exp.CurrentSchema, exp.CurrentRole, exp.CurrentCatalog
+    )
+    if found is not None:
+        raise Unsupported(f"the query depends on who runs it: {found.sql()}")
 
 
 # Deterministic given the settings that are recorded with the stream table (TimeZone, DateStyle, lc_*, search_path).

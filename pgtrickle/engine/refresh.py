@@ -23,7 +23,7 @@ from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
 from pgtrickle.delta.simplify import simplify
-from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data
+from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.cut import Cut, set_local, take_cut
 from pgtrickle.engine.decide import Decision, Source, changed_sources, decide
 from pgtrickle.engine.fetch import Fetcher, Reader
@@ -111,7 +111,9 @@ class Engine:
         try:
             self._check_parts(works)
             self._read([work for work in works if work.error is None])
-            again = self._altered_meanwhile([work for work in works if work.error is None], retry=retry)
+            healthy = [work for work in works if work.error is None]
+            again = self._retrack(healthy) if retry else []
+            again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
             self._compute([work for work in works if work.error is None and work.row.pgt_id not in again])
             for work in works:
                 if work.error is not None or work.row.pgt_id in again:
@@ -139,6 +141,21 @@ class Engine:
             assert failed[0].error is not None
             raise failed[0].error
         return results
+
+    def _retrack(self, works: Sequence[_Work]) -> list[int]:
+        """Fit the capture to sources that were altered, before the stream tables on them start over."""
+        found = []
+        for work in works:
+            known = Frontier.from_json(work.row.frontier)
+            if known is not None and work.decision is not None and work.decision.retrack:
+                for relid in work.decision.retrack:
+                    run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
+                if work.frontier is not None and known.node != work.frontier.node:
+                    for source in work.sources:
+                        self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (source.stable_name,))
+                self.programs.forget(work.row.pgt_id)
+                found.append(work.row.pgt_id)
+        return found
 
     def _altered_meanwhile(self, works: Sequence[_Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
@@ -201,7 +218,8 @@ class Engine:
         begin = time.monotonic()
         shapes = self._shapes(works)
         for work in works:
-            work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shapes[work.row.pgt_id][1])
+            shape = "/".join(shapes[work.row.pgt_id])
+            work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shape)
         planned = time.monotonic()
         with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
             self.on_step("cut")
@@ -216,7 +234,7 @@ class Engine:
                 work.cut_time = cut.time
                 work.sources = sources[work.row.pgt_id]
                 assert work.compiled is not None
-                if work.compiled.shape != shape:
+                if work.compiled.shape != f"{meaning}/{shape}":
                     self.programs.forget(work.row.pgt_id)
                     work.error = PgtrickleError(
                         f"a source of {work.row.label} was altered during the refresh", "Refresh again."
@@ -365,9 +383,9 @@ def _check_key(work: _Work) -> None:
     """The table's unique key must still be one of the query, or rows would overwrite each other."""
     program = work.compiled.program if work.compiled is not None else None
     stored = work.row.key_columns
-    if stored is None or (program is not None and program.key is not None and set(program.key) <= set(stored)):
+    if stored is None or program is None or (program.key is not None and set(program.key) <= set(stored)):
         return
     work.error = PgtrickleError(
-        f"{work.row.label} has the key ({', '.join(stored)}), which is none of its query",
-        "The query was changed. Drop the stream table and create it again.",
+        f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
+        "The query or the key of a source was changed. Drop the stream table and create it again.",
     )

@@ -30,10 +30,9 @@ _SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.caseSensitive": "true",
     "spark.sql.autoBroadcastJoinThreshold": "64MB",
-    "spark.driver.bindAddress": "127.0.0.1",
-    "spark.driver.host": "127.0.0.1",
     "spark.log.level": "ERROR",
 }
+_LOCAL = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _lock = threading.Lock()
 _session: SparkSession | None = None
 
@@ -51,8 +50,10 @@ def spark_session() -> SparkSession:
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             from pyspark.sql import SparkSession
 
-            builder = SparkSession.builder.master(os.environ.get(MASTER_VARIABLE, "local[*]"))
-            for name, value in _SETTINGS.items():
+            master = os.environ.get(MASTER_VARIABLE, "local[*]")
+            builder = SparkSession.builder.master(master)
+            # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
+            for name, value in (_SETTINGS | (_LOCAL if master.startswith("local") else {})).items():
                 builder = builder.config(name, value)
             _session = builder.getOrCreate()
         return _session

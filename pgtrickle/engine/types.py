@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
+
+from pgtrickle.compile.text import ident
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,12 @@ class StreamTableRow:
 
     @property
     def label(self) -> str:
-        return f"{self.pgt_schema}.{self.pgt_name}"
+        """The name as it is written in SQL."""
+        return f"{_written(self.pgt_schema)}.{_written(self.pgt_name)}"
+
+
+def _written(name: str) -> str:
+    return name if re.fullmatch(r"[a-z_][a-z0-9_$]*", name) else ident(name)
 
 
 @dataclass

@@ -7,5 +7,6 @@ WHERE s.pgt_id IN (
     WHERE t.pgt_id = ANY (%(ids)s)
       AND (t.claimed_by IS NULL OR t.claimed_by = %(service)s OR t.claim_expires < now())
     ORDER BY t.pgt_id
-    FOR UPDATE SKIP LOCKED)
+    -- A request that refers to the row holds it FOR KEY SHARE, and is no rival.
+    FOR NO KEY UPDATE SKIP LOCKED)
 RETURNING s.pgt_id, s.fencing_token;

@@ -19,12 +19,15 @@ WITH RECURSIVE reached AS (
     JOIN pg_proc p ON p.oid = d.refobjid
 )
 SELECT v.pgt_id,
-       md5((SELECT string_agg(rules.oid || ':' || rules.xmin, ',' ORDER BY rules.oid)
+       pgtrickle.stable_hash((SELECT string_agg(rules.oid || ':' || rules.xmin, ',' ORDER BY rules.oid)
             FROM rules WHERE rules.pgt_id = v.pgt_id)
            || '/' || coalesce((SELECT string_agg(f.oid || ':' || f.xmin, ',' ORDER BY f.oid)
                                FROM functions f WHERE f.pgt_id = v.pgt_id), '')) AS meaning,
-       (SELECT md5(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
-                              ',' ORDER BY a.attrelid, a.attnum))
+       (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
+                              ',' ORDER BY a.attrelid, a.attnum)
+                   || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)
+                                FROM reached r JOIN pg_index i ON i.indrelid = r.oid AND i.indisunique
+                                WHERE r.pgt_id = v.pgt_id), ''))
         FROM reached
         JOIN pg_class c ON c.oid = reached.oid
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0

@@ -17,12 +17,12 @@ DECLARE
 BEGIN
     SELECT buffer_relid INTO buffer FROM pgtrickle.pgt_change_tracking WHERE source_stable_name = stable_name;
     -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
-    -- change from then on. An hour covers an apply that outlives its lease.
+    -- change from then on. If it died, its next refresh takes the claim over.
     IF buffer IS NULL OR EXISTS (
         SELECT FROM pgtrickle.pgt_dependencies d
         JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
         WHERE d.source_stable_name = stable_name AND (s.frontier IS NULL OR s.reinit_reason IS NOT NULL)
-          AND s.claimed_by IS NOT NULL AND s.claim_expires > now() - interval '1 hour') THEN
+          AND s.claimed_by IS NOT NULL) THEN
         RETURN 0;
     END IF;
     -- Who starts over needs no change from before. Without consumers everything that is over may go.
@@ -39,6 +39,22 @@ BEGIN
 END
 $$;
 -- Anybody may call it: it removes only what nobody needs.
+
+-- Changes that a dump brought from another server carry transaction ids that are still to come here: they would count as
+-- new. What this server's own writers wrote since is not visible to this statement's snapshot.
+CREATE OR REPLACE FUNCTION pgtrickle._drop_foreign_changes(stable_name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    buffer regclass := (SELECT t.buffer_relid FROM pgtrickle.pgt_change_tracking t WHERE t.source_stable_name = stable_name);
+BEGIN
+    IF buffer IS NOT NULL THEN
+        EXECUTE format('DELETE FROM %s WHERE __pgt_xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint', buffer);
+        DELETE FROM pgtrickle_changes.pgt_markers
+        WHERE source_stable_name = stable_name AND xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
+    END IF;
+END
+$$;
 
 -- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
 CREATE OR REPLACE FUNCTION pgtrickle._note_mode(id bigint, mode text, reason text) RETURNS void
