@@ -223,7 +223,6 @@ class _Ddl:
     kept: str = KEPT
     totals: str = TOTALS
     reason: str | None = None  # what the history says if the stream table has to start over
-    bug: str | None = None
 
 
 _DDL = (
@@ -234,7 +233,6 @@ _DDL = (
         "SELECT id, grp, amount AS val FROM item WHERE amount > 10",
         "SELECT grp, count(*) AS n, sum(amount) AS total FROM item GROUP BY grp",
         "renamed",
-        "the capture function is not written anew after a rename: every refresh starts over",
     ),
     _Ddl("unused column renamed", ("ALTER TABLE item RENAME COLUMN spare TO extra",)),
     _Ddl("unused column dropped", ("ALTER TABLE item DROP COLUMN spare",)),
@@ -254,7 +252,6 @@ _DDL = (
         "SELECT id, val AS grp, grp AS val FROM item WHERE grp > 10",
         "SELECT val AS grp, count(*) AS n, sum(grp) AS total FROM item GROUP BY val",
         "renamed",
-        "the capture function is not written anew after a rename: every refresh starts over",
     ),
     _Ddl(
         "table replaced by another of its name",
@@ -268,15 +265,7 @@ _DDL = (
 )
 
 
-def _cases() -> list[Any]:
-    cases = []
-    for ddl in _DDL:
-        marks = [pytest.mark.xfail(strict=True, reason=ddl.bug)] if ddl.bug is not None else []
-        cases.append(pytest.param(ddl, id=ddl.name.replace(" ", "-"), marks=marks))
-    return cases
-
-
-@pytest.mark.parametrize("ddl", _cases())
+@pytest.mark.parametrize("ddl", _DDL, ids=lambda ddl: ddl.name.replace(" ", "-"))
 def test_a_source_altered_under_a_writer(
     ddl: _Ddl, database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
@@ -423,7 +412,6 @@ def test_writes_behind_a_disabled_trigger_are_noticed(db: pgtrickle.Database, co
     assert_equal_to_query(conn, "kept", KEPT)
 
 
-@pytest.mark.xfail(strict=True, reason="a start over accepts a disabled capture trigger as it is")
 def test_a_trigger_that_stays_disabled_loses_nothing(db: pgtrickle.Database, conn: Connection) -> None:
     db.create_stream_table("kept", KEPT)
     conn.execute("ALTER TABLE item DISABLE TRIGGER USER")
@@ -439,7 +427,6 @@ def test_a_trigger_that_stays_disabled_loses_nothing(db: pgtrickle.Database, con
         pytest.param(
             "CREATE OR REPLACE VIEW seen AS SELECT id, val FROM item WHERE val > 30",
             id="view",
-            marks=pytest.mark.xfail(strict=True, reason="the compiled query still holds the former view"),
         ),
         pytest.param(
             "CREATE OR REPLACE FUNCTION twice(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + $1 + 1'",
