@@ -37,12 +37,25 @@ class Reader:
 
 
 @dataclass
+class Cache:
+    """What was read in one cut under the same settings and rights: several stream tables share it."""
+
+    rows: dict[str, pa.Table] = field(default_factory=dict)  # by statement
+    net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
+
+    def consolidated(self, rows: pa.Table) -> pa.Table:
+        if id(rows) not in self.net:
+            self.net[id(rows)] = consolidate(rows)
+        return self.net[id(rows)]
+
+
+@dataclass
 class Fetcher:
     """Fetches the fragments of one stream table's plan; results and key sets are kept for the whole refresh."""
 
     reader: Reader
     window: Snapshot | None
-    cache: dict[str, pa.Table] = field(default_factory=dict)
+    cache: Cache = field(default_factory=Cache)
     rows: int = 0
     statements: list[str] = field(default_factory=list)
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
@@ -65,7 +78,7 @@ class Fetcher:
         if plan not in self._tables:
             table = self._raw(plan)
             if any(scan.version is Version.DELTA for scan in scans_of(plan)):
-                table = consolidate(table)
+                table = self.cache.consolidated(table)
             self._tables[plan] = table
         return self._tables[plan]
 
@@ -92,11 +105,11 @@ class Fetcher:
                 sql.SQL(", ".join([*names, "w bigint"])),
             )
         shown = statement.as_string(self.reader.conn)
-        if shown not in self.cache:
+        if shown not in self.cache.rows:
             self.statements.append(shown)
-            self.cache[shown] = copy_out(self.reader.conn, statement, schema)
-            self.rows += self.cache[shown].num_rows
-        return self.cache[shown]
+            self.cache.rows[shown] = copy_out(self.reader.conn, statement, schema)
+            self.rows += self.cache.rows[shown].num_rows
+        return self.cache.rows[shown]
 
     def _window(self) -> sql.Composable:
         """Changes that the frontier's snapshot did not see. The cut's own snapshot hides what is not yet committed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import pyarrow as pa
@@ -35,6 +35,8 @@ class Job:
     forms: Forms
     columns: tuple[str, ...]  # of the delta behind the weight, in order
     shape: Callable[[str], str]  # Spark SQL over the plan's rows that gives `w` and these columns as strings
+    stored: Fragment | None = None  # what the rows are compared with: where it is empty, there is nothing to compare
+    plain: Callable[[str], str] | None = None
 
     @cached_property
     def fragments(self) -> dict[Fragment, Forms]:
@@ -51,7 +53,11 @@ class Job:
     def spark_sql(self, tables: Mapping[Fragment, str | None]) -> str | None:
         """The text, or None where nothing can come out."""
         rows = compile_spark(self.plan, self.forms, tables)
-        return None if rows is None else self.shape(rows)
+        if rows is None:
+            return None
+        if self.plain is not None and self.stored is not None and tables[self.stored] is None:
+            return self.plain(rows)
+        return self.shape(rows)
 
 
 def rows_job(plan: Plan, columns: Sequence[Column], placement: Placement) -> Job:
@@ -108,8 +114,11 @@ def full_job(new: Plan, columns: Sequence[Column], storage: Relation, placement:
     stored = Scan(
         storage, tuple((Column(f"s{i}", name, fields[name].type), fields[name]) for i, name in enumerate(names))
     )
-    difference = UnionAll((placed, Negate(Fragment(stored, "what is stored"))), tuple(columns))
-    return _rows(difference, columns)
+    kept = Fragment(stored, "what is stored")
+    difference = _rows(UnionAll((placed, Negate(kept)), tuple(columns)), columns)
+    return replace(
+        difference, stored=kept, plain=_rows(placed, columns).shape if isinstance(placed, Fragment) else None
+    )
 
 
 def whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:

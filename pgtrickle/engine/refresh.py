@@ -26,7 +26,7 @@ from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.cut import Cut, set_local, take_cut
 from pgtrickle.engine.decide import Decision, Source, changed_sources, decide
-from pgtrickle.engine.fetch import Fetcher, Reader
+from pgtrickle.engine.fetch import Cache, Fetcher, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job, whole_view
 from pgtrickle.engine.programs import Compiled, Programs
 from pgtrickle.engine.spark import run_jobs
@@ -226,7 +226,7 @@ class Engine:
             shapes = self._shapes(works)
             sources = self._sources(works, cut)
             cut_done = time.monotonic()
-            cache: dict[Any, dict[str, pa.Table]] = {}
+            cache: dict[Any, Cache] = {}
             for work in works:
                 meaning, shape = shapes[work.row.pgt_id]
                 work.frontier = Frontier(cut.node, cut.snapshot, meaning)
@@ -264,7 +264,7 @@ class Engine:
         frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
         return changed_sources(cut, frontiers)
 
-    def _fetch(self, work: _Work, cut: Cut, cache: dict[Any, dict[str, pa.Table]]) -> None:
+    def _fetch(self, work: _Work, cut: Cut, cache: dict[Any, Cache]) -> None:
         row, compiled = work.row, work.compiled
         assert compiled is not None
         assert work.frontier is not None
@@ -279,7 +279,7 @@ class Engine:
         fetcher = Fetcher(
             Reader(cut.conn, as_owner),
             known.snapshot if known is not None else None,
-            cache.setdefault((tuple(sorted(settings.items())), as_owner and row.owner), {}),
+            cache.setdefault((tuple(sorted(settings.items())), as_owner and row.owner), Cache()),
         )
         work.job.announce(fetcher)
         work.tables = work.job.fetch(fetcher)

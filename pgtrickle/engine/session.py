@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 MASTER_VARIABLE = "PGTRICKLE_SPARK_MASTER"
+MEMORY_VARIABLE = "PGTRICKLE_SPARK_MEMORY"
 
 # Small jobs: one partition, no adaptive planning, no code generation. Each would cost more than the work itself.
 _SETTINGS = {
@@ -31,6 +32,7 @@ _SETTINGS = {
     "spark.sql.caseSensitive": "true",
     "spark.sql.autoBroadcastJoinThreshold": "64MB",
     "spark.log.level": "ERROR",
+    "spark.driver.maxResultSize": "0",
 }
 _LOCAL = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _lock = threading.Lock()
@@ -52,6 +54,7 @@ def spark_session() -> SparkSession:
 
             master = os.environ.get(MASTER_VARIABLE, "local[*]")
             builder = SparkSession.builder.master(master)
+            builder = builder.config("spark.driver.memory", os.environ.get(MEMORY_VARIABLE, "4g"))
             # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
             for name, value in (_SETTINGS | (_LOCAL if master.startswith("local") else {})).items():
                 builder = builder.config(name, value)

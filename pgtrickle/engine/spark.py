@@ -45,7 +45,8 @@ def _run_fused(jobs: Sequence[tuple[Job, Mapping[Fragment, pa.Table]]]) -> list[
     needed = " UNION ALL ".join(text for _, text in texts)
     for name, table in used.items():
         if f" {name}" in needed:
-            spark.createDataFrame(table).createOrReplaceTempView(name)
+            # Spark shuffles what it does not know to be one partition.
+            spark.createDataFrame(table).coalesce(1).createOrReplaceTempView(name)
     answer = spark.sql(needed).toArrow()
     for i, _ in texts:
         rows = answer.filter(pc.equal(answer.column("st"), i)) if len(texts) > 1 else answer
