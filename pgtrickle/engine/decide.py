@@ -151,7 +151,7 @@ def _must_start_over(
     if known.node != now.node:
         return "the database was restored or moved: its transactions are not those of the frontier"
     if known.meaning != now.meaning:
-        return "a view or function that the query uses was replaced"
+        return "a view or function that the query uses was replaced, or the guard of the table was switched off"
     for source in sources:
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)

@@ -22,7 +22,12 @@ SELECT v.pgt_id,
        pgtrickle.stable_hash((SELECT string_agg(rules.oid || ':' || rules.xmin, ',' ORDER BY rules.oid)
             FROM rules WHERE rules.pgt_id = v.pgt_id)
            || '/' || coalesce((SELECT string_agg(f.oid || ':' || f.xmin, ',' ORDER BY f.oid)
-                               FROM functions f WHERE f.pgt_id = v.pgt_id), '')) AS meaning,
+                               FROM functions f WHERE f.pgt_id = v.pgt_id), '')
+           -- A guard that was switched off and on again has let somebody write to the table.
+           || '/' || coalesce((SELECT string_agg(t.tgenabled::text || ':' || t.xmin, ',')
+                               FROM pgtrickle.pgt_stream_tables s
+                               JOIN pg_trigger t ON t.tgrelid = s.pgt_relid AND t.tgname = 'pgtrickle_guard'
+                               WHERE s.pgt_id = v.pgt_id), '')) AS meaning,
        (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
                               ',' ORDER BY a.attrelid, a.attnum)
                    || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)
