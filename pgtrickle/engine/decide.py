@@ -9,7 +9,8 @@ from typing import Literal
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Frontier, Snapshot
+from pgtrickle.capture.frontier import Frontier
+from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.programs import Compiled
@@ -60,11 +61,11 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
         frontier = frontiers[row["pgt_id"]]
         if frontier is None or row["buffer"] is None or frontier.node != cut.node:
             continue
-        window = _window(frontier.snapshot, "__pgt_xid")
+        window = since(frontier.snapshot, "__pgt_xid")
         buffer = sql.Identifier("pgtrickle_changes", row["buffer"])
         marked = sql.SQL(
             "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
-        ).format(sql.Literal(row["stable_name"]), _window(frontier.snapshot, "xid"))
+        ).format(sql.Literal(row["stable_name"]), since(frontier.snapshot, "xid"))
         probes.append(
             sql.SQL("SELECT {}, EXISTS (SELECT FROM {} WHERE {}), {}").format(sql.Literal(i), buffer, window, marked)
         )
@@ -89,14 +90,6 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
             )
         )
     return result
-
-
-def _window(snapshot: Snapshot, column: str) -> sql.Composable:
-    condition = sql.SQL("{} >= {}").format(sql.Identifier(column), sql.Literal(snapshot.xmax))
-    if snapshot.in_progress:
-        running = sql.SQL("{} = ANY ({})").format(sql.Identifier(column), sql.Literal(list(snapshot.in_progress)))
-        condition = sql.SQL("({} OR {})").format(condition, running)
-    return condition
 
 
 def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], now: Frontier) -> Decision:

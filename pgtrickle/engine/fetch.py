@@ -18,6 +18,7 @@ from psycopg import sql
 from pyarrow import csv
 
 from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.capture.window import since
 from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
 from pgtrickle.compile.text import WINDOW, SqlText
 from pgtrickle.delta.restrict import is_chain
@@ -112,13 +113,8 @@ class Fetcher:
         return self.cache.rows[shown]
 
     def _window(self) -> sql.Composable:
-        """Changes that the frontier's snapshot did not see. The cut's own snapshot hides what is not yet committed."""
         assert self.window is not None
-        condition = sql.SQL("__pgt_xid >= {}").format(sql.Literal(self.window.xmax))
-        if self.window.in_progress:
-            running = sql.Literal(list(self.window.in_progress))
-            condition = sql.SQL("({} OR __pgt_xid = ANY ({}))").format(condition, running)
-        return condition
+        return since(self.window, "__pgt_xid")
 
     def _key_condition(self, key: KeyFilter) -> sql.Composable | None:
         """The bound as a condition; None where no key is left."""
