@@ -17,7 +17,6 @@ import psycopg
 import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import dict_row
-from pyspark.errors import PySparkException
 
 from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import Analysis, load_query
@@ -31,7 +30,7 @@ from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Compiled, Programs
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
-from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, SourceChangedError
+from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, RefreshError, SourceChangedError
 from pgtrickle.query.plan import Fragment
 
 LEASE = timedelta(minutes=10)
@@ -343,14 +342,14 @@ class Engine:
         jobs = [(work.job, work.tables) for work in works if work.job is not None]
         try:
             return run_jobs(jobs)
-        except PySparkException:
+        except RefreshError:
             if len(works) == 1:
                 raise
         deltas: list[pa.Table | None] = []
         for work, job in zip(works, jobs, strict=True):
             try:
                 deltas += run_jobs([job])
-            except PySparkException as error:
+            except RefreshError as error:
                 work.error = error
                 deltas.append(None)
         return deltas

@@ -33,6 +33,8 @@ _SETTINGS = {
     "spark.sql.autoBroadcastJoinThreshold": "64MB",
     "spark.log.level": "ERROR",
     "spark.driver.maxResultSize": "0",
+    # One fused text holds many small aggregations in one task; each takes at least a page.
+    "spark.buffer.pageSize": "1m",
 }
 _LOCAL = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _lock = threading.Lock()

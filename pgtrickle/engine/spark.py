@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 
 from pgtrickle.engine.jobs import Job
 from pgtrickle.engine.session import spark_session
+from pgtrickle.errors import RefreshError
 from pgtrickle.query.plan import Fragment
 
 # Spark's planning grows faster than the text: beyond this, several texts are quicker than one.
@@ -47,7 +50,15 @@ def _run_fused(jobs: Sequence[tuple[Job, Mapping[Fragment, pa.Table]]]) -> list[
         if f" {name}" in needed:
             # Spark shuffles what it does not know to be one partition.
             spark.createDataFrame(table).coalesce(1).createOrReplaceTempView(name)
-    answer = spark.sql(needed).toArrow()
+    try:
+        answer = spark.sql(needed).toArrow()
+    except (PySparkException, Py4JError) as error:
+        causes = [line.strip() for line in str(error).splitlines() if line.strip().startswith("Caused by: ")]
+        reason = causes[-1].removeprefix("Caused by: ") if causes else str(error).splitlines()[0]
+        raise RefreshError(
+            f"Spark could not compute the change: {reason}",
+            "Nothing was written. If it ran out of memory, give it more with PGTRICKLE_SPARK_MEMORY (4g if not set).",
+        ) from error
     for i, _ in texts:
         rows = answer.filter(pc.equal(answer.column("st"), i)) if len(texts) > 1 else answer
         if rows.num_rows:
