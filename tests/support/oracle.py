@@ -48,7 +48,7 @@ def assert_equal_to_query(
         if unknown := set(by_value) - set(actual.names):
             raise ValueError(f"{stream_table} has no column {sorted(unknown)} to compare by value")
         classes = {
-            index: _equal_values(conn, name, stored, defining)
+            index: _equal_values(conn, actual.types[index], {row[index] for row in [*actual.rows, *expected.rows]})
             for index, name in enumerate(actual.names)
             if name in by_value
         }
@@ -125,14 +125,16 @@ def _assert_same_columns(stream_table: str, query: str, actual: _Result, expecte
         )
 
 
-def _equal_values(
-    conn: psycopg.Connection[Any], column: str, stored: sql.Composable, defining: sql.Composable
-) -> dict[str | None, str | None]:
-    """For every text of a column the first text that PostgreSQL's `=` takes for the same value."""
-    query = sql.SQL(
-        "SELECT dense_rank() OVER (ORDER BY value), value FROM "
-        "(SELECT {name} AS value FROM ({stored}) AS s UNION ALL SELECT {name} FROM ({defining}) AS d) AS both_sides"
-    ).format(name=sql.Identifier(column), stored=stored, defining=defining)
+def _equal_values(conn: psycopg.Connection[Any], type_oid: int, texts: set[str | None]) -> dict[str | None, str | None]:
+    """For every text the first one that PostgreSQL's `=` takes for the same value.
+
+    From the texts that were fetched: running the query again may give another text for the same group.
+    """
+    type_name = _fetch(conn, sql.SQL("SELECT format_type({}, NULL)").format(sql.Literal(type_oid))).rows
+    ((name,),) = type_name
+    query = sql.SQL("SELECT dense_rank() OVER (ORDER BY value::{}), value FROM unnest({}::text[]) AS value").format(
+        _trusted(name or ""), sql.Literal(list(texts))
+    )
     by_rank: dict[str | None, list[str | None]] = defaultdict(list)
     for rank, value in _fetch(conn, query).rows:
         by_rank[rank].append(value)

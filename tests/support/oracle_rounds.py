@@ -37,6 +37,7 @@ def run_rounds(database: TestDatabase, queries: list[CorpusQuery], placement: st
         for number in range(ROUNDS + 1):
             if number:
                 workload.round(conn, number)
+            print(f"round {number}", flush=True)
             results = db.refresh([stored(query) for query in queries])
             statements += db.engine.statements
             for query, result in zip(queries, results, strict=True):
