@@ -1,6 +1,6 @@
 """The statement that brings a delta into the stream table: one, and in one pass.
 
-A delta arrives as text columns, either as arrays in the statement's parameter or in a temporary table. It becomes `z`:
+A delta arrives as text columns, either as arrays in the statement's parameter or in a relation. It becomes `z`:
 rows of the stream table with weights. With a key, new rows are inserted or replace their predecessors and the keys that
 are left without a row go; without one, rows are told apart by `__pgt_row_id`, a hash of what they print, and as many copies
 go as the weight says. The statement gives back rows inserted, deleted, and deletions that found no row: a stream table
@@ -19,7 +19,6 @@ from pgtrickle.delta.program import Step
 from pgtrickle.query.plan import Column, Filter
 
 ROW_ID = "__pgt_row_id"
-STAGE = "pg_temp.pgt_delta"
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,15 @@ class Target:
     columns: tuple[Column, ...]
     key: tuple[str, ...] | None
     null_keys: bool = True  # the delta may hold NULL in a key, for which no index can be searched
+    empty: bool = False  # nothing is stored, so nothing goes and nothing is in the way
 
 
-def incoming(columns: Sequence[tuple[str, str]], *, staged: bool) -> str:
+def incoming(columns: Sequence[tuple[str, str]], relation: str | None) -> str:
     """The delta as a relation of typed columns, its weight first."""
     names = [name for name, _ in columns]
     typed = ["w::bigint AS w", *(f"{ident(name)}::{type_} AS {ident(name)}" for name, type_ in columns)]
-    if staged:
-        return f"SELECT {', '.join(typed)} FROM {STAGE}"
+    if relation is not None:
+        return f"SELECT {', '.join(typed)} FROM {relation}"
     arrays = ", ".join(f"($1::text[])[{i + 1}]::text[]" for i in range(len(names) + 1))
     return f"SELECT {', '.join(typed)} FROM unnest({arrays}) AS u({', '.join(['w', *map(ident, names)])})"
 
@@ -53,17 +53,19 @@ def finished(rows: str, steps: Sequence[Step]) -> str:
     return rows
 
 
-def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], *, staged: bool) -> str:
+def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
     """Apply a delta of the core's rows."""
-    rows = incoming([(column.id, column.type.name) for column in core], staged=staged)
+    rows = incoming([(column.id, column.type.name) for column in core], relation)
+    if target.empty:
+        return f"WITH z AS ({finished(rows, steps)}){_fill(target)}"
     return f"WITH z AS MATERIALIZED ({finished(rows, steps)}){_change(target)}"
 
 
-def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str, *, staged: bool) -> str:
+def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str, relation: str | None) -> str:
     """Add a delta to the groups' state, and bring the groups it touched up to date."""
     keys = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)]
     sums = linear.state_columns
-    rows = incoming([*keys, *sums], staged=staged)
+    rows = incoming([*keys, *sums], relation)
     names = [ident(name) for name, _ in keys]
     group = f" GROUP BY {', '.join(names)}" if names else ""
     totals = ", ".join(f"sum({name})::{type_} AS {name}" for name, type_ in sums)
@@ -109,11 +111,10 @@ def resync_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
     new = finished(_valued(f"SELECT * FROM {state}{alive}", linear, 1), steps)
     names = ", ".join(f"{ident(column.name)} AS {ident(column.id)}" for column in target.columns)
     stored = f"SELECT -1::bigint AS w, {names} FROM {target.table}"
-    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
     ids = ", ".join(ident(column.id) for column in target.columns)
     return (
         f"WITH a AS MATERIALIZED ({new} UNION ALL {stored}),"
-        f" h AS (SELECT a.*, pgtrickle._row_id(ROW({printed})::text) AS h FROM a),"
+        f" h AS (SELECT a.*, {_row_id(target)} AS h FROM a),"
         f" c AS (SELECT h, sum(w) AS w FROM h GROUP BY h HAVING sum(w) <> 0),"
         f" z AS MATERIALIZED (SELECT DISTINCT ON (h.h) c.w::bigint AS w, {ids} FROM h JOIN c USING (h)"
         f" ORDER BY h.h){_change(target)}"
@@ -134,6 +135,25 @@ def state_ddl(linear: Linear, state: str) -> list[str]:
         # Groups without rows are found and removed without reading the others.
         statements.append(f"CREATE INDEX ON {state} (n) WHERE n = 0")
     return statements
+
+
+def _fill(target: Target) -> str:
+    names = [ident(column.name) for column in target.columns]
+    values = [ident(column.id) for column in target.columns]
+    copies = ""
+    if target.key is None:
+        names.append(ROW_ID)
+        values.append(_row_id(target))
+        copies = ", generate_series(1, z.w)"
+    return (
+        f", ins AS (INSERT INTO {target.table} ({', '.join(names)}) SELECT {', '.join(values)} FROM z{copies} RETURNING 1)"
+        " SELECT ARRAY[(SELECT count(*) FROM ins), 0, 0]"
+    )
+
+
+def _row_id(target: Target) -> str:
+    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
+    return f"pgtrickle._row_id(ROW({printed})::text)"
 
 
 def _change(target: Target) -> str:
@@ -185,9 +205,8 @@ def _change_by_key(target: Target) -> str:
 def _change_by_row(target: Target) -> str:
     names = ", ".join(ident(column.name) for column in target.columns)
     values = ", ".join(ident(column.id) for column in target.columns)
-    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
     return (
-        f", i AS MATERIALIZED (SELECT z.*, pgtrickle._row_id(ROW({printed})::text) AS row_id FROM z),"
+        f", i AS MATERIALIZED (SELECT z.*, {_row_id(target)} AS row_id FROM z),"
         f" net AS MATERIALIZED (SELECT row_id, sum(w)::bigint AS w FROM i GROUP BY row_id HAVING sum(w) <> 0),"
         f" del AS (DELETE FROM {target.table} WHERE ctid = ANY (ARRAY(SELECT x.ctid FROM (SELECT t.ctid, -net.w AS n,"
         f" row_number() OVER (PARTITION BY t.{ROW_ID}) AS rank FROM {target.table} AS t"

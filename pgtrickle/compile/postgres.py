@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.text import WINDOW, SqlText, hole, ident
+from pgtrickle.compile.text import PART, WINDOW, SqlText, hole, ident
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
@@ -40,9 +40,12 @@ DATE_EPOCH = "'2000-01-01'"
 
 
 @lru_cache(maxsize=8192)
-def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...]) -> SqlText:
-    """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight."""
-    compiler = _Compiler()
+def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...], *, in_parts: bool = False) -> SqlText:
+    """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight.
+
+    In parts, its one scan has a hole for a condition on the blocks of the table.
+    """
+    compiler = _Compiler(in_parts)
     rows, weighted = compiler.rows(plan)
     items = [f"{form_sql(ident(column.id), column.type, form)} AS {form_name(column, form)}" for column, form in forms]
     items.append(("w" if weighted else "1") + "::bigint AS w")
@@ -105,6 +108,7 @@ def expression_sql(node: exp.Expression) -> str:
 
 @dataclass
 class _Compiler:
+    in_parts: bool
     keys: list[KeyFilter] = field(default_factory=list)
 
     def rows(self, plan: Plan) -> tuple[str, bool]:
@@ -162,12 +166,17 @@ class _Compiler:
         table = f"{ident(relation.schema)}.{ident(relation.name)}"
         stored = [f"{ident(item.name)} AS {ident(column.id)}" for column, item in plan.fields]
         if plan.version is Version.NEW:
-            return f"SELECT {', '.join(stored)} FROM {table}", False
+            where = f" WHERE {hole(PART)}" if self.in_parts else ""
+            return f"SELECT {', '.join(stored)} FROM {table}{where}", False
         assert relation.buffer is not None, f"{relation.label} is not captured"
         buffer = f"{CHANGES_SCHEMA}.{ident(relation.buffer)}"
-        changed = [f"{_buffered(item, relation.columns)} AS {ident(column.id)}" for column, item in plan.fields]
+        changed = [
+            f"{expression_sql(buffered(item, relation.columns))} AS {ident(column.id)}" for column, item in plan.fields
+        ]
         if plan.version is Version.DELTA:
-            return f"SELECT {', '.join([*changed, '__pgt_w::bigint AS w'])} FROM {buffer} WHERE {hole(WINDOW)}", True
+            part = f" AND {hole(PART)}" if self.in_parts else ""
+            items = ", ".join([*changed, "__pgt_w::bigint AS w"])
+            return f"SELECT {items} FROM {buffer} WHERE {hole(WINDOW)}{part}", True
         both = (
             f"SELECT {', '.join([*stored, '1 AS w'])} FROM {table} UNION ALL"
             f" SELECT {', '.join([*changed, '-__pgt_w AS w'])} FROM {buffer} WHERE {hole(WINDOW)}"
@@ -244,14 +253,13 @@ def _select(columns: Iterable[Column], weighted: bool, more: Sequence[str] = ())
     return f"SELECT {', '.join([*(ident(column.id) for column in columns), *more, *(['w'] * weighted)])}"
 
 
-def _buffered(item: RelationColumn, columns: Sequence[RelationColumn]) -> str:
+def buffered(item: RelationColumn, columns: Sequence[RelationColumn]) -> exp.Expression:
     """A source column as the change buffer holds it; a virtual column is computed from those it depends on."""
     if item.generated is None:
-        return ident(f"c{item.attnum}")
+        return exp.column(f"c{item.attnum}")
     attnums = {column.name: column.attnum for column in columns}
 
     def swap(node: exp.Expression) -> exp.Expression:
         return exp.column(f"c{attnums[node.name]}") if isinstance(node, exp.Column) else node
 
-    tree = parse(item.generated).transform(swap)
-    return f"({expression_sql(tree)})"
+    return exp.Paren(this=parse(item.generated).transform(swap))

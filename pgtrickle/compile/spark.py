@@ -6,7 +6,7 @@ take the operators above them with them, so that a text holds only what can cont
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from sqlglot import exp
@@ -32,6 +32,7 @@ from pgtrickle.query.plan import (
 from pgtrickle.query.types import BOOL, Form, PgType
 
 Forms = frozenset[tuple[Column, Form]]
+Tables = Callable[[Fragment], str | None]
 
 
 def forms_of(columns: Iterable[Column], form: Form = "text") -> Forms:
@@ -45,10 +46,10 @@ def fragment_forms(plan: Plan, wanted: Forms) -> dict[Fragment, Forms]:
     return found
 
 
-def compile_spark(plan: Plan, wanted: Forms, tables: Mapping[Fragment, str | None]) -> str | None:
+def compile_spark(plan: Plan, wanted: Forms, tables: Tables) -> str | None:
     """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
 
-    `tables` names the relation that holds each fragment, or None where the fragment is empty.
+    `tables` gives what stands for a fragment in a FROM clause, or None where the fragment is empty.
     """
     return _SparkCompiler(tables, {}).rows(plan, wanted)
 
@@ -66,14 +67,14 @@ def _names(forms: Iterable[tuple[Column, Form]]) -> list[str]:
 
 @dataclass
 class _SparkCompiler:
-    tables: Mapping[Fragment, str | None] | None
+    tables: Tables | None
     found: dict[Fragment, Forms]
 
     def rows(self, plan: Plan, wanted: Forms) -> str | None:
         match plan:
             case Fragment():
                 self.found[plan] = self.found.get(plan, frozenset()) | wanted
-                table = "t" if self.tables is None else self.tables[plan]
+                table = "t" if self.tables is None else self.tables(plan)
                 return None if table is None else f"SELECT {', '.join([*_names(wanted), 'w'])} FROM {table}"
             case Filter(input=child, condition=condition):
                 text, needed = _condition(child.columns, condition)

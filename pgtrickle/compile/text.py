@@ -15,6 +15,7 @@ from pgtrickle.query.plan import KeyFilter
 _NONCE = secrets.token_hex(8)
 _HOLE = re.compile(rf"⟦{_NONCE}:(\w+)⟧")
 WINDOW = "window"
+PART = "part"  # of a table's blocks
 
 
 def hole(name: str) -> str:
@@ -23,7 +24,7 @@ def hole(name: str) -> str:
 
 @dataclass(frozen=True)
 class SqlText:
-    """A statement whose holes are the names in `keys` and the window."""
+    """A statement whose holes are `key0` and so on, one for each of `keys`, the window and the part."""
 
     text: str
     keys: tuple[KeyFilter, ...] = field(default=())

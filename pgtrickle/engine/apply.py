@@ -17,8 +17,8 @@ from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
 from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.jobs import whole_view
-from pgtrickle.engine.load import as_arrays, is_staged, stage
+from pgtrickle.engine.jobs import full_query
+from pgtrickle.engine.load import Delta, Staged, load
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import PgtrickleError, RefreshConflictError
 from pgtrickle.query.plan import Project
@@ -34,7 +34,7 @@ class Diverged(PgtrickleError):
 
 
 def apply_delta(
-    conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None, initiated_by: str, on_step: OnStep
+    conn: psycopg.Connection[Any], work: _Work, delta: Delta | None, initiated_by: str, on_step: OnStep
 ) -> RefreshResult:
     """Apply a delta (None: empty) and record the refresh."""
     started = time.monotonic()
@@ -48,6 +48,8 @@ def apply_delta(
         )
         on_step("load")
         inserted, deleted = _write(conn, work, delta)
+        if isinstance(delta, Staged):
+            delta.drop(conn)
         work.phases.apply = time.monotonic() - started
         result = _record(conn, work, inserted, deleted, initiated_by)
         on_step("commit")
@@ -75,7 +77,7 @@ def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> Non
         )
 
 
-def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -> tuple[int, int]:
+def _write(conn: psycopg.Connection[Any], work: _Work, delta: Delta | None) -> tuple[int, int]:
     row, compiled, decision = work.row, work.compiled, work.decision
     assert compiled is not None
     assert decision is not None
@@ -83,21 +85,17 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
     key = tuple(row.key_columns) if row.key_columns is not None else None
     table = f"{ident(row.pgt_schema)}.{ident(row.pgt_name)}"
     state = f"pgtrickle_views.{ident(f'state_{row.pgt_id}')}"
-    staged = delta is not None and is_staged(delta)
-    if staged and delta is not None:
-        stage(conn, delta, None if row.own else row.owner)
-    arrays = as_arrays(delta) if delta is not None and not staged else []
+    loaded = load(conn, delta, None if row.own else row.owner)
     if program is not None and program.linear is not None:
         target = Target(table, program.output, key, _null_keys(program, key, delta))
         if decision.action == "DIFFERENTIAL":
-            counts = _run(
-                conn, row, linear_statement(target, program.linear, program.finish, state, staged=staged), arrays
-            )
+            statement = linear_statement(target, program.linear, program.finish, state, loaded.relation)
+            counts = _run(conn, row, statement, loaded.arrays)
         else:
             for statement in state_ddl(program.linear, state):
                 run_as_owner(conn, row, statement)
             if delta is not None:
-                _run(conn, row, _load_state(program.linear, state, staged=staged), arrays)
+                _run(conn, row, _load_state(program.linear, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
             counts = _run(conn, row, resync_statement(anything, program.linear, program.finish, state), [])
         if program.linear.keys:
@@ -109,11 +107,12 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
     elif decision.action == "DIFFERENTIAL":
         assert program is not None
         target = Target(table, program.output, key, _null_keys(program, key, delta))
-        counts = _run(conn, row, rows_statement(target, program.core.columns, program.finish, staged=staged), arrays)
+        statement = rows_statement(target, program.core.columns, program.finish, loaded.relation)
+        counts = _run(conn, row, statement, loaded.arrays)
     else:
-        on_spark = program is not None and row.placement == "spark"
-        columns = program.output if on_spark and program is not None else whole_view(compiled.view)[1]
-        counts = _run(conn, row, rows_statement(Target(table, columns, key), columns, (), staged=staged), arrays)
+        columns = full_query(compiled, row.placement)[1]
+        target = Target(table, columns, key, empty=work.into_empty)
+        counts = _run(conn, row, rows_statement(target, columns, (), loaded.relation), loaded.arrays)
     if counts[2] != 0:
         raise Diverged(
             f"{row.label} does not hold the rows it should ({counts[2]} to delete were not found)",
@@ -122,10 +121,10 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: pa.Table | None) -
     return counts[0], counts[1]
 
 
-def _null_keys(program: Program, key: tuple[str, ...] | None, delta: pa.Table | None) -> bool:
+def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | None) -> bool:
     """Whether a key of the delta is NULL somewhere. Keys pass the last steps as they are."""
-    if delta is None:
-        return False
+    if not isinstance(delta, pa.Table):
+        return delta is not None
     if program.linear is not None:
         return any(delta.column(f"k{i}").null_count > 0 for i in range(len(program.linear.keys)))
     if key is None:
@@ -137,7 +136,7 @@ def _null_keys(program: Program, key: tuple[str, ...] | None, delta: pa.Table | 
     return any(delta.column(name).null_count > 0 for name in ids)
 
 
-def _load_state(linear: Linear, state: str, *, staged: bool) -> str:
+def _load_state(linear: Linear, state: str, relation: str | None) -> str:
     columns = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)] + linear.state_columns
     names = ", ".join(name for name, _ in columns)
     keys = ", ".join(name for name, _ in columns[: len(linear.keys)])
@@ -148,7 +147,7 @@ def _load_state(linear: Linear, state: str, *, staged: bool) -> str:
     group = f" GROUP BY {keys}" if keys else ""
     return (
         f"WITH i AS (INSERT INTO {state} ({names}, known) SELECT {totals}, true"
-        f" FROM ({incoming(columns, staged=staged)}) AS d{group} RETURNING 1) SELECT ARRAY[count(*)] FROM i"
+        f" FROM ({incoming(columns, relation)}) AS d{group} RETURNING 1) SELECT ARRAY[count(*)] FROM i"
     )
 
 

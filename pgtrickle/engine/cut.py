@@ -32,6 +32,12 @@ class Cut:
     snapshot: Snapshot
     time: datetime
 
+    def export(self) -> str:
+        """A name under which other connections can read the same state, while the cut lasts."""
+        row = self.conn.execute("SELECT pg_export_snapshot()").fetchone()
+        assert row is not None
+        return str(row[0])
+
 
 @contextmanager
 def take_cut(conn: psycopg.Connection[Any], views: Sequence[str]) -> Iterator[Cut]:

@@ -9,7 +9,7 @@ from typing import Literal
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Frontier
+from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
@@ -31,6 +31,7 @@ class Source:
     signature: str | None
     known_signature: str | None
     changed: bool
+    buffered: int  # bytes of its change buffer
     markers: tuple[str, ...]
 
 
@@ -55,9 +56,8 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
     """For each stream table its sources, with what happened to them since its frontier."""
     with cut.conn.cursor(row_factory=dict_row) as cursor:
         rows = cursor.execute(load_query("sources"), {"ids": list(frontiers)}).fetchall()
-    probes: list[sql.Composable] = []
-    probed: list[int] = []
-    for i, row in enumerate(rows):
+    probes: dict[tuple[str, Snapshot], sql.Composable] = {}
+    for row in rows:
         frontier = frontiers[row["pgt_id"]]
         if frontier is None or row["buffer"] is None or frontier.node != cut.node:
             continue
@@ -66,17 +66,18 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
         marked = sql.SQL(
             "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
         ).format(sql.Literal(row["stable_name"]), since(frontier.snapshot, "xid"))
-        probes.append(
-            sql.SQL("SELECT {}, EXISTS (SELECT FROM {} WHERE {}), {}").format(sql.Literal(i), buffer, window, marked)
+        probes[row["stable_name"], frontier.snapshot] = sql.SQL("(EXISTS (SELECT FROM {} WHERE {}), {})").format(
+            buffer, window, marked
         )
-        probed.append(i)
-    found = {}
+    found: dict[tuple[str, Snapshot], tuple[bool, tuple[str, ...]]] = {}
     if probes:
-        answers = cut.conn.execute(sql.SQL(" UNION ALL ").join(probes)).fetchall()
-        found = {i: (changed, tuple(markers)) for i, changed, markers in answers}
+        answers = cut.conn.execute(sql.SQL("VALUES ") + sql.SQL(", ").join(probes.values())).fetchall()
+        found = {key: (changed, tuple(markers)) for key, (changed, markers) in zip(probes, answers, strict=True)}
     result: dict[int, list[Source]] = {pgt_id: [] for pgt_id in frontiers}
-    for i, row in enumerate(rows):
-        changed, markers = found.get(i, (False, ()))
+    for row in rows:
+        frontier = frontiers[row["pgt_id"]]
+        known = (row["stable_name"], frontier.snapshot) if frontier is not None and frontier.node == cut.node else None
+        changed, markers = found.get(known, (False, ())) if known is not None else (False, ())
         result[row["pgt_id"]].append(
             Source(
                 row["relid"],
@@ -86,6 +87,7 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
                 row["signature"],
                 row["known_signature"],
                 changed,
+                row["buffered"],
                 markers,
             )
         )

@@ -7,9 +7,9 @@ consolidated on arrival: what cancels out is never seen by Spark.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import psycopg
 import pyarrow as pa
@@ -20,13 +20,16 @@ from pyarrow import csv
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.capture.window import since
 from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
-from pgtrickle.compile.text import WINDOW, SqlText
+from pgtrickle.compile.text import PART, WINDOW, SqlText
+from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
-from pgtrickle.engine.origins import Origin, origins_of
+from pgtrickle.engine.formats import PARSE, conversion
+from pgtrickle.engine.origins import origins_of
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, scans_of
 from pgtrickle.query.types import Form, PgType
 
-_PARSE = csv.ParseOptions(newlines_in_values=True)
+T = TypeVar("T")
+Forms = tuple[tuple[Column, Form], ...]
 
 
 @dataclass(frozen=True)
@@ -36,33 +39,102 @@ class Reader:
     conn: psycopg.Connection[Any]
     as_owner: sql.Identifier | None = None
 
+    def as_reader(self, statement: sql.Composable, columns: Sequence[tuple[str, str]]) -> sql.Composable:
+        """The statement, run with the rights that decide; `columns` are names and types of what it gives."""
+        if self.as_owner is None:
+            return statement
+        names = ", ".join(f"{name} {type_}" for name, type_ in columns)
+        text = sql.Literal(statement.as_string(self.conn))
+        return sql.SQL("SELECT * FROM {}({}) AS t({})").format(self.as_owner, text, sql.SQL(names))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One fragment to read. A part of the table's blocks can be asked for where `part` is given a condition."""
+
+    plan: Plan
+    schema: pa.Schema
+    statement: Callable[[sql.Composable | None], sql.Composable]
+
+
+class Medium(Protocol[T]):
+    """Where fetched rows are kept: in the driver's memory, or on Spark's executors."""
+
+    def empty(self, schema: pa.Schema) -> T: ...
+    def read(self, request: Request) -> T: ...
+    def consolidated(self, rows: T) -> T: ...
+    def count(self, rows: T) -> int: ...
+    def values(self, columns: Sequence[tuple[T, str]]) -> pa.Array:
+        """The distinct values of these columns, NULL among them where there is one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that were read together with those of other fragments."""
+
+    whole: pa.Table  # consolidated
+    slice: Slice
+
 
 @dataclass
-class Cache:
-    """What was read in one cut under the same settings and rights: several stream tables share it."""
+class InMemory:
+    """Rows in the driver, as Arrow tables; what several stream tables read in one cut is read once."""
 
-    rows: dict[str, pa.Table] = field(default_factory=dict)  # by statement
-    net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
+    conn: psycopg.Connection[Any]
+    statements: list[str]  # what was sent
+    _rows: dict[str, pa.Table] = field(default_factory=dict)  # by statement
+    _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
+    _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
+
+    def part_of(self, rows: pa.Table) -> Part | None:
+        """Where rows were read together with others, what they are part of."""
+        return self._parts.get(id(rows))
+
+    def cut_out(self, whole: pa.Table, slice_: Slice) -> pa.Table:
+        """One fragment's rows of those that were read together."""
+        mine = whole.filter(whole.column(slice_.flag)) if slice_.flag is not None else whole
+        rows = mine.select([*slice_.columns.values(), "w"]).rename_columns([*slice_.columns, "w"])
+        self._parts[id(rows)] = Part(self.consolidated(whole), slice_)
+        return rows
+
+    def empty(self, schema: pa.Schema) -> pa.Table:
+        return schema.empty_table()
+
+    def read(self, request: Request) -> pa.Table:
+        statement = request.statement(None)
+        shown = statement.as_string(self.conn)
+        if shown not in self._rows:
+            self.statements.append(shown)
+            self._rows[shown] = copy_out(self.conn, statement, request.schema)
+        return self._rows[shown]
 
     def consolidated(self, rows: pa.Table) -> pa.Table:
-        if id(rows) not in self.net:
-            self.net[id(rows)] = consolidate(rows)
-        return self.net[id(rows)]
+        if id(rows) not in self._net:
+            net = self._net[id(rows)] = consolidate(rows)
+            if id(rows) in self._parts:
+                self._parts[id(net)] = self._parts[id(rows)]
+        return self._net[id(rows)]
+
+    def count(self, rows: pa.Table) -> int:
+        return int(rows.num_rows)
+
+    def values(self, columns: Sequence[tuple[pa.Table, str]]) -> pa.Array:
+        chunks = [rows.column(name).combine_chunks().cast(pa.string()) for rows, name in columns]
+        return pc.unique(pa.concat_arrays(chunks))
 
 
 @dataclass
-class Fetcher:
+class Fetcher(Generic[T]):
     """Fetches the fragments of one stream table's plan; results and key sets are kept for the whole refresh."""
 
     reader: Reader
     window: Snapshot | None
-    cache: Cache = field(default_factory=Cache)
-    rows: int = 0
-    statements: list[str] = field(default_factory=list)
+    medium: Medium[T]
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
     _texts: dict[Plan, SqlText] = field(default_factory=dict)
-    _rows: dict[Plan, pa.Table] = field(default_factory=dict)
-    _tables: dict[Plan, pa.Table] = field(default_factory=dict)
+    _rows: dict[Plan, T] = field(default_factory=dict)
+    _tables: dict[Plan, T] = field(default_factory=dict)
 
     def want(self, plan: Plan, forms: Sequence[tuple[Column, Form]] | frozenset[tuple[Column, Form]]) -> None:
         """Announce what will be read of a fragment, and of those its keys come from."""
@@ -74,54 +146,55 @@ class Fetcher:
                 for origin in origins_of(key) or []:
                     self.want(origin.plan, [(origin.column, "text")])
 
-    def table(self, plan: Plan) -> pa.Table:
+    @property
+    def missing(self) -> dict[Plan, Forms]:
+        """What is wanted and not yet read."""
+        return {plan: _unique(forms) for plan, forms in self._wanted.items() if plan not in self._rows}
+
+    def put(self, plan: Plan, rows: T) -> None:
+        """Rows of a fragment that were read elsewhere."""
+        self._rows[plan] = rows
+
+    def table(self, plan: Plan) -> T:
         """The fragment's rows: its wanted forms and weights, consolidated."""
         if plan not in self._tables:
             table = self._raw(plan)
             if any(scan.version is Version.DELTA for scan in scans_of(plan)):
-                table = self.cache.consolidated(table)
+                table = self.medium.consolidated(table)
             self._tables[plan] = table
         return self._tables[plan]
 
-    def _raw(self, plan: Plan) -> pa.Table:
+    def _raw(self, plan: Plan) -> T:
         """The rows as they came. Keys are taken from these: what cancels out in the key alone may not in the row."""
         if plan not in self._rows:
-            forms = sorted(self._wanted[plan], key=lambda pair: form_name(*pair))
-            unique = {form_name(column, form): (column, form) for column, form in forms}
-            text = compile_fragment(plan, tuple(unique.values()))
-            self._rows[plan] = self._read(text, plan, list(unique.values()))
+            self._rows[plan] = self._read(plan, _unique(self._wanted[plan]))
         return self._rows[plan]
 
-    def _read(self, text: SqlText, plan: Plan, forms: Sequence[tuple[Column, Form]]) -> pa.Table:
-        conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(text.keys)}
-        schema = _schema(forms)
+    def _read(self, plan: Plan, forms: Forms) -> T:
+        schema = schema_of(forms)
+        conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(self._texts[plan].keys)}
         if None in conditions.values() and is_chain(plan):
-            return schema.empty_table()
-        statement = text.fill(lambda name: self._window() if name == WINDOW else conditions[name] or sql.SQL("false"))
-        if self.reader.as_owner is not None:
-            names = [f"{form_name(column, form)} {form_type(column.type, form)}" for column, form in forms]
-            statement = sql.SQL("SELECT * FROM {}({}) AS t({})").format(
-                self.reader.as_owner,
-                sql.Literal(statement.as_string(self.reader.conn)),
-                sql.SQL(", ".join([*names, "w bigint"])),
-            )
-        shown = statement.as_string(self.reader.conn)
-        if shown not in self.cache.rows:
-            self.statements.append(shown)
-            self.cache.rows[shown] = copy_out(self.reader.conn, statement, schema)
-            self.rows += self.cache.rows[shown].num_rows
-        return self.cache.rows[shown]
+            return self.medium.empty(schema)
 
-    def _window(self) -> sql.Composable:
-        assert self.window is not None
-        return since(self.window, "__pgt_xid")
+        def statement(part: sql.Composable | None) -> sql.Composable:
+            holes = {name: condition or sql.SQL("false") for name, condition in conditions.items()}
+            if self.window is not None:
+                holes[WINDOW] = since(self.window, "__pgt_xid")
+            if part is not None:
+                holes[PART] = part
+            text = compile_fragment(plan, forms, in_parts=part is not None)
+            names = [(form_name(column, form), form_type(column.type, form)) for column, form in forms]
+            return self.reader.as_reader(text.fill(holes.__getitem__), [*names, ("w", "bigint")])
+
+        return self.medium.read(Request(plan, schema, statement))
 
     def _key_condition(self, key: KeyFilter) -> sql.Composable | None:
         """The bound as a condition; None where no key is left."""
         origins = origins_of(key)
         if origins is None:
             return sql.SQL("true")
-        values, nulls = self._values(origins)
+        found = self.medium.values([(self._raw(origin.plan), form_name(origin.column, "text")) for origin in origins])
+        values = [value for value in found.to_pylist() if value is not None]
         name = sql.Identifier(key.column.id)
         parts: list[sql.Composable] = []
         if values:
@@ -136,19 +209,11 @@ class Fetcher:
                 (name, type_, sql.Literal(values)) if key.column.type.is_array else (name, sql.Literal(values), type_)
             )
             parts.append(sql.SQL(form).format(*order))
-        if nulls and key.nulls:
+        if found.null_count and key.nulls:
             parts.append(sql.SQL("{} IS NULL").format(name))
         if not parts:
             return None
         return sql.SQL("(") + sql.SQL(" OR ").join(parts) + sql.SQL(")")
-
-    def _values(self, origins: Sequence[Origin]) -> tuple[list[str], bool]:
-        chunks = [
-            self._raw(origin.plan).column(form_name(origin.column, "text")).combine_chunks() for origin in origins
-        ]
-        values = pc.unique(pa.concat_arrays([chunk.cast(pa.string()) for chunk in chunks]))
-        found = [value for value in values.to_pylist() if value is not None]
-        return found, values.null_count > 0
 
 
 def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema) -> pa.Table:
@@ -158,16 +223,8 @@ def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: p
         data = b"".join(copy)
     if not data:
         return schema.empty_table()
-    options = csv.ConvertOptions(
-        column_types=schema,
-        null_values=[""],
-        true_values=["t"],
-        false_values=["f"],
-        strings_can_be_null=True,
-        quoted_strings_can_be_null=False,
-    )
     read = csv.ReadOptions(column_names=schema.names, block_size=max(1 << 20, len(data) if len(data) < 1 << 28 else 0))
-    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=_PARSE, convert_options=options)
+    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
 
 
 def consolidate(table: pa.Table) -> pa.Table:
@@ -183,7 +240,13 @@ def consolidate(table: pa.Table) -> pa.Table:
     return table.filter(pc.not_equal(table.column("w"), 0)).select([*names, "w"])
 
 
-def _schema(forms: Sequence[tuple[Column, Form]]) -> pa.Schema:
+def _unique(forms: Iterable[tuple[Column, Form]]) -> Forms:
+    """Each form once, in an order of their own."""
+    ordered = sorted(forms, key=lambda pair: form_name(*pair))
+    return tuple({form_name(column, form): (column, form) for column, form in ordered}.values())
+
+
+def schema_of(forms: Forms) -> pa.Schema:
     fields = [pa.field(form_name(column, form), arrow_type(column.type, form)) for column, form in forms]
     return pa.schema([*fields, pa.field("w", pa.int64())])
 

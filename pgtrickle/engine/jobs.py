@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import pyarrow as pa
 from sqlglot import exp
 
 from pgtrickle.compile.place import Placement, Placer
 from pgtrickle.compile.postgres import form_name
-from pgtrickle.compile.spark import Forms, compile_spark, consolidated, forms_of, fragment_forms
+from pgtrickle.compile.spark import Forms, Tables, compile_spark, consolidated, forms_of, fragment_forms
 from pgtrickle.delta.linear import Linear
-from pgtrickle.engine.fetch import Fetcher
+from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine.fetch import Fetcher, T
+from pgtrickle.engine.programs import Compiled
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -42,20 +43,20 @@ class Job:
     def fragments(self) -> dict[Fragment, Forms]:
         return fragment_forms(self.plan, self.forms)
 
-    def announce(self, fetcher: Fetcher) -> None:
+    def announce(self, fetcher: Fetcher[T]) -> None:
         """Tell the fetcher all that will be read."""
         for fragment, forms in self.fragments.items():
             fetcher.want(fragment.plan, forms)
 
-    def fetch(self, fetcher: Fetcher) -> dict[Fragment, pa.Table]:
+    def fetch(self, fetcher: Fetcher[T]) -> dict[Fragment, T]:
         return {fragment: fetcher.table(fragment.plan) for fragment in self.fragments}
 
-    def spark_sql(self, tables: Mapping[Fragment, str | None]) -> str | None:
+    def spark_sql(self, tables: Tables) -> str | None:
         """The text, or None where nothing can come out."""
         rows = compile_spark(self.plan, self.forms, tables)
         if rows is None:
             return None
-        if self.plain is not None and self.stored is not None and tables[self.stored] is None:
+        if self.plain is not None and self.stored is not None and tables(self.stored) is None:
             return self.plain(rows)
         return self.shape(rows)
 
@@ -106,9 +107,11 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     return Job(Placer(placement).place(change), forms, tuple(columns), shape)
 
 
-def full_job(new: Plan, columns: Sequence[Column], storage: Relation, placement: Placement, *, query: bool) -> Job:
+def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:
     """The whole query against what is stored: the difference is the delta."""
-    placed = Placer(placement).place(new) if query else Fragment(new, "the whole query runs where its tables are")
+    new, columns = full_query(compiled, placement)
+    is_view = isinstance(new, Scan) and new.relation is compiled.view
+    placed = Fragment(new, "the whole query runs where its tables are") if is_view else Placer(placement).place(new)
     names = [column.name for column in columns]
     fields = {item.name: item for item in storage.columns}
     stored = Scan(
@@ -121,8 +124,15 @@ def full_job(new: Plan, columns: Sequence[Column], storage: Relation, placement:
     )
 
 
-def whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:
-    """A scan of the query's own view, and its columns."""
+def full_query(compiled: Compiled, placement: str) -> tuple[Plan, tuple[Column, ...]]:
+    """The query as a whole, and its columns: its own view, but for what is on Spark or can be read in parts."""
+    program = compiled.program
+    if program is not None and (placement == "spark" or is_chain(program.plan)):
+        return program.plan, program.output
+    return _whole_view(compiled.view)
+
+
+def _whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:
     fields = tuple((Column(f"v{i}", item.name, item.type), item) for i, item in enumerate(view.columns))
     return Scan(view, fields), tuple(column for column, _ in fields)
 

@@ -40,13 +40,12 @@ class Programs:
     _compiled: dict[int, Compiled] = field(default_factory=dict)
     _aggregates: frozenset[str] | None = None
 
-    def get(self, pgt_id: int, view: int, shape: str) -> Compiled:
-        """The compiled query, built where it is not known in this shape."""
-        known = self._compiled.get(pgt_id)
-        if known is None or known.shape != shape:
-            known = self.compile(view, shape)
-            self._compiled[pgt_id] = known
-        return known
+    def known(self, pgt_id: int) -> Compiled | None:
+        """The query as it was last compiled."""
+        return self._compiled.get(pgt_id)
+
+    def compile_for(self, pgt_id: int, view: int, shape: str) -> None:
+        self._compiled[pgt_id] = self.compile(view, shape)
 
     def forget(self, pgt_id: int) -> None:
         self._compiled.pop(pgt_id, None)

@@ -11,34 +11,47 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pyarrow as pa
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Frontier
+from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
 from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.cut import Cut, set_local, take_cut
 from pgtrickle.engine.decide import Decision, Source, changed_sources, decide
-from pgtrickle.engine.fetch import Cache, Fetcher, Reader
-from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job, whole_view
+from pgtrickle.engine.fetch import Fetcher, InMemory, Part, Reader
+from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
+from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Compiled, Programs
-from pgtrickle.engine.spark import run_jobs
+from pgtrickle.engine.spark import Input, run_jobs
+from pgtrickle.engine.together import read_together
 from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
 from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, RefreshError, SourceChangedError
 from pgtrickle.query.plan import Fragment
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.large import LargeWork
 
 LEASE = timedelta(minutes=10)
 # Settings under which values are printed and read back; those of the stream table come on top.
 TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
 
+# Bytes of tables' files from which rows pass by the driver: executors read and write them.
+LARGE = 64 << 20
+
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
+
+
+class _Outdated(PgtrickleError):
+    """The plan at hand is not for the query as it is now."""
 
 
 @dataclass
@@ -53,9 +66,14 @@ class _Work:
     compiled: Compiled | None = None
     job: Job | None = None
     tables: dict[Fragment, pa.Table] = field(default_factory=dict)
+    parts: dict[Fragment, Part] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # under which it is read
+    fetcher: Fetcher[pa.Table] | None = None
     sources: list[Source] = field(default_factory=list)
     frontier: Frontier | None = None
     cut_time: Any = None
+    large: LargeWork | None = None
+    into_empty: bool = False  # nothing is stored yet
     rows_in: int = 0
     error: Exception | None = None
     applied: bool = False
@@ -69,6 +87,7 @@ class Engine:
     service_id: uuid.UUID = field(default_factory=uuid.uuid4)
     on_step: OnStep = lambda name: None
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
+    large: int = LARGE
 
     def __post_init__(self) -> None:
         self.programs = Programs(self.conn)
@@ -110,8 +129,10 @@ class Engine:
         try:
             self._check_parts(works)
             self._read([work for work in works if work.error is None])
+            if retry:
+                again = [work.row.pgt_id for work in works if isinstance(work.error, _Outdated)]
             healthy = [work for work in works if work.error is None]
-            again = self._retrack(healthy) if retry else []
+            again += self._retrack(healthy) if retry else []
             again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
             self._compute([work for work in works if work.error is None and work.row.pgt_id not in again])
             for work in works:
@@ -130,7 +151,7 @@ class Engine:
         except BaseException as error:
             self._give_up([work for work in works if not work.applied], error, initiated_by)
             raise
-        failed = [work for work in works if work.error is not None]
+        failed = [work for work in works if work.error is not None and work.row.pgt_id not in again]
         self._give_up(failed, None, initiated_by)
         self._purge([work for work in works if work.applied])
         if again:
@@ -176,6 +197,8 @@ class Engine:
         """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
         for work in works:
             if not self.conn.broken and not self.conn.closed:
+                if isinstance(work.phases.delta, Staged):
+                    work.phases.delta.drop(self.conn)
                 record_failure(self.conn, work.row, work.token, work.error or cause, initiated_by)
 
     def _check_parts(self, works: Sequence[_Work]) -> None:
@@ -215,75 +238,128 @@ class Engine:
         if not works:
             return
         begin = time.monotonic()
-        shapes = self._shapes(works)
-        for work in works:
-            shape = "/".join(shapes[work.row.pgt_id])
-            work.compiled = self.programs.get(work.row.pgt_id, work.row.view_relid, shape)
+        unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
+        for pgt_id, (_, shape) in self._shapes(unknown).items() if unknown else ():
+            view = next(work.row.view_relid for work in unknown if work.row.pgt_id == pgt_id)
+            self.programs.compile_for(pgt_id, view, shape)
         planned = time.monotonic()
         with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
             self.on_step("cut")
             shapes = self._shapes(works)
             sources = self._sources(works, cut)
             cut_done = time.monotonic()
-            cache: dict[Any, Cache] = {}
+            media: dict[Any, InMemory] = {}
             for work in works:
                 meaning, shape = shapes[work.row.pgt_id]
                 work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+                work.compiled = self.programs.known(work.row.pgt_id)
+                assert work.compiled is not None
                 _check_key(work)
                 work.cut_time = cut.time
                 work.sources = sources[work.row.pgt_id]
-                assert work.compiled is not None
-                if work.compiled.shape != f"{meaning}/{shape}":
+                if work.compiled.shape != shape:
                     self.programs.forget(work.row.pgt_id)
-                    work.error = PgtrickleError(
+                    work.error = _Outdated(
                         f"a source of {work.row.label} was altered during the refresh", "Refresh again."
                     )
                     continue
                 if work.error is not None:
                     continue
+                self._attempt(work, partial(self._prepare, work, cut, media))
+            prepared = time.monotonic()
+            self._read_together(works, media)
+            exported = cut.export() if any(work.large is not None for work in works) else ""
+            together = (time.monotonic() - prepared) / len(works)
+            for work in works:
                 started = time.monotonic()
-                try:
-                    with self.conn.transaction():
-                        self._fetch(work, cut, cache)
-                except (psycopg.Error, PgtrickleError) as error:
-                    if self.conn.broken or self.conn.closed:
-                        raise
-                    work.error = error
-                work.phases.fetch = time.monotonic() - started
-                work.phases.plan = (planned - begin) / len(works)
+                if work.error is None and work.job is not None:
+                    self._attempt(work, partial(self._fetch, work, exported))
+                work.phases.fetch = time.monotonic() - started + together
+                work.phases.plan = (planned - begin + prepared - cut_done) / len(works)
                 work.phases.cut = (cut_done - planned) / len(works)
             self.on_step("fetch")
 
+    def _attempt(self, work: _Work, step: Callable[[], None]) -> None:
+        """A step that concerns one stream table only; the others go on without it."""
+        try:
+            with self.conn.transaction():
+                step()
+        except (psycopg.Error, PgtrickleError) as error:
+            if self.conn.broken or self.conn.closed:
+                raise
+            work.error = error
+
     def _shapes(self, works: Sequence[_Work]) -> dict[int, tuple[str, str]]:
+        """For each stream table what its query means beyond its text, and the shape that a plan is compiled for."""
         parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
         rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
-        return {row[0]: (row[1] or "", row[2] or "") for row in rows}
+        return {row[0]: (row[1] or "", f"{row[1]}/{row[2]}") for row in rows}
 
     def _sources(self, works: Sequence[_Work], cut: Cut) -> dict[int, list[Source]]:
         frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
         return changed_sources(cut, frontiers)
 
-    def _fetch(self, work: _Work, cut: Cut, cache: dict[Any, Cache]) -> None:
-        row, compiled = work.row, work.compiled
-        assert compiled is not None
+    def _prepare(self, work: _Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        """Decide what the refresh does, and announce what it will read."""
+        row = work.row
+        assert work.compiled is not None
         assert work.frontier is not None
-        work.decision = decide(row, compiled, work.sources, work.frontier)
+        work.decision = decide(row, work.compiled, work.sources, work.frontier)
         work.job = self._job(work)
         if work.job is None:
             return
-        settings = TRANSPORT | {name: value for name, value in row.session_settings.items() if name != "search_path"}
-        set_local(self.conn, settings)
-        known = Frontier.from_json(row.frontier)
-        as_owner = None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}")
-        fetcher = Fetcher(
-            Reader(cut.conn, as_owner),
-            known.snapshot if known is not None else None,
-            cache.setdefault((tuple(sorted(settings.items())), as_owner and row.owner), Cache()),
-        )
-        work.job.announce(fetcher)
-        work.tables = work.job.fetch(fetcher)
+        settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
+        work.settings = TRANSPORT | settings
+        if self._is_large(work):
+            from pgtrickle.engine.large import LargeWork
+
+            work.large = LargeWork(cut.conn, work.settings, self.statements)
+            return
+        key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
+        medium = media.setdefault(key, InMemory(cut.conn, self.statements))
+        work.fetcher = Fetcher(self._reader(work), _window(work), medium)
+        work.job.announce(work.fetcher)
+
+    def _reader(self, work: _Work) -> Reader:
+        row = work.row
+        return Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
+
+    def _read_together(self, works: Sequence[_Work], media: dict[Any, InMemory]) -> None:
+        """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
+        for medium in media.values():
+            busy = [work for work in works if work.fetcher is not None and work.fetcher.medium is medium]
+            try:
+                with self.conn.transaction():
+                    set_local(self.conn, busy[0].settings)
+                    read_together([work.fetcher for work in busy if work.fetcher is not None], medium)
+            except psycopg.Error:
+                if self.conn.broken or self.conn.closed:
+                    raise
+
+    def _fetch(self, work: _Work, exported: str) -> None:
+        assert work.job is not None
+        set_local(self.conn, work.settings)
+        if work.large is not None:
+            work.rows_in, work.into_empty = work.large.fetch(work.job, self._reader(work), _window(work), exported)
+            return
+        assert work.fetcher is not None
+        medium = work.fetcher.medium
+        assert isinstance(medium, InMemory)
+        work.tables = work.job.fetch(work.fetcher)
+        parts = {fragment: medium.part_of(table) for fragment, table in work.tables.items()}
+        work.parts = {fragment: part for fragment, part in parts.items() if part is not None}
         work.rows_in = sum(table.num_rows for table in work.tables.values())
-        self.statements += fetcher.statements
+        work.into_empty = work.job.stored is not None and work.tables[work.job.stored].num_rows == 0
+
+    def _is_large(self, work: _Work) -> bool:
+        """Whether the refresh reads more than should pass through the driver."""
+        assert work.decision is not None
+        if work.decision.action == "DIFFERENTIAL":
+            return sum(source.buffered for source in work.sources if source.changed) > self.large
+        sources = [source.relid for source in work.sources] + [work.row.relid]
+        row = self.conn.execute(load_query("sizes"), {"relations": sources}).fetchone()
+        assert row is not None
+        return int(row[0]) > self.large
 
     def _job(self, work: _Work) -> Job | None:
         """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
@@ -314,17 +390,16 @@ class Engine:
             return rows_job(change, program.core.columns, placement)
         if program is not None and program.linear is not None:
             return state_job(program.linear, placement)
-        plan, columns = whole_view(work.compiled.view)
-        on_spark = placement == "spark" and program is not None
-        if on_spark and program is not None:
-            plan, columns = program.plan, program.output
         storage = Analysis(self.conn).relations(work.row.relid)
-        return full_job(plan, columns, next(iter(storage.values())), placement, query=on_spark)
+        return full_job(work.compiled, next(iter(storage.values())), placement)
 
     # -- Spark and apply -----------------------------------------------------------------------------------------------
 
     def _compute(self, works: Sequence[_Work]) -> None:
-        busy = [work for work in works if work.job is not None]
+        for work in works:
+            if work.large is not None:
+                self._compute_large(work)
+        busy = [work for work in works if work.job is not None and work.large is None]
         if not busy:
             return
         started = time.monotonic()
@@ -332,14 +407,25 @@ class Engine:
         deltas = self._run(busy)
         seconds = time.monotonic() - started
         for work, delta in zip(busy, deltas, strict=True):
-            work.tables = {}
+            work.tables, work.parts, work.fetcher = {}, {}, None
             work.phases.spark = seconds / len(busy)
             work.phases.delta = delta
+
+    def _compute_large(self, work: _Work) -> None:
+        assert work.large is not None
+        assert work.job is not None
+        started = time.monotonic()
+        self.on_step("spark")
+        try:
+            work.phases.delta = work.large.compute(work.job, f"stage_{work.row.pgt_id}_{work.token}")
+        except RefreshError as error:
+            work.error = error
+        work.phases.spark = time.monotonic() - started
 
     @staticmethod
     def _run(works: Sequence[_Work]) -> list[pa.Table | None]:
         """All jobs as one; where that fails, each alone, so that one stream table does not stop the others."""
-        jobs = [(work.job, work.tables) for work in works if work.job is not None]
+        jobs = [Input(work.job, work.tables, work.parts) for work in works if work.job is not None]
         try:
             return run_jobs(jobs)
         except RefreshError:
@@ -376,6 +462,11 @@ class Engine:
         names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
         for name in names:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
+
+
+def _window(work: _Work) -> Snapshot | None:
+    known = Frontier.from_json(work.row.frontier)
+    return known.snapshot if known is not None else None
 
 
 def _check_key(work: _Work) -> None:

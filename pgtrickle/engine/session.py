@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 MASTER_VARIABLE = "PGTRICKLE_SPARK_MASTER"
 MEMORY_VARIABLE = "PGTRICKLE_SPARK_MEMORY"
 
-# Small jobs: one partition, no adaptive planning, no code generation. Each would cost more than the work itself.
+# Small jobs: one partition, no adaptive planning, no code generation of any kind. Each would cost more than the work.
 _SETTINGS = {
     "spark.app.name": "pgtrickle",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.sql.shuffle.partitions": "1",
     "spark.default.parallelism": "1",
     "spark.sql.ansi.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.caseSensitive": "true",
-    "spark.sql.autoBroadcastJoinThreshold": "64MB",
+    # A broadcast is a job of its own; what is in one partition is joined where it is.
+    "spark.sql.autoBroadcastJoinThreshold": "-1",
+    "spark.sql.join.preferSortMergeJoin": "false",
     "spark.log.level": "ERROR",
     "spark.driver.maxResultSize": "0",
     # One fused text holds many small aggregations in one task; each takes at least a page.
@@ -38,7 +41,17 @@ _SETTINGS = {
 }
 _LOCAL = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _lock = threading.Lock()
+# Large ones: more partitions, planned while they run.
+_LARGE_SETTINGS = {
+    "spark.sql.adaptive.enabled": "true",
+    "spark.sql.codegen.wholeStage": "true",
+    "spark.sql.codegen.factoryMode": "FALLBACK",
+    "spark.sql.shuffle.partitions": "32",
+    "spark.sql.autoBroadcastJoinThreshold": "10MB",
+    "spark.sql.join.preferSortMergeJoin": "true",
+}
 _session: SparkSession | None = None
+_large: SparkSession | None = None
 
 
 def spark_is_running() -> bool:
@@ -54,23 +67,43 @@ def spark_session() -> SparkSession:
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             from pyspark.sql import SparkSession
 
-            master = os.environ.get(MASTER_VARIABLE, "local[*]")
-            builder = SparkSession.builder.master(master)
+            builder = SparkSession.builder.master(_master())
             builder = builder.config("spark.driver.memory", os.environ.get(MEMORY_VARIABLE, "4g"))
             # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
-            for name, value in (_SETTINGS | (_LOCAL if master.startswith("local") else {})).items():
+            for name, value in (_SETTINGS | (_LOCAL if is_embedded() else {})).items():
                 builder = builder.config(name, value)
             _session = builder.getOrCreate()
         return _session
 
 
+def large_session() -> SparkSession:
+    """The same Spark with the settings of large refreshes."""
+    global _large
+    session = spark_session()
+    with _lock:
+        if _large is None:
+            _large = session.newSession()
+            for name, value in _LARGE_SETTINGS.items():
+                _large.conf.set(name, value)
+        return _large
+
+
+def is_embedded() -> bool:
+    """Whether executors run on this machine, as this user."""
+    return _master().startswith("local")
+
+
+def _master() -> str:
+    return os.environ.get(MASTER_VARIABLE, "local[*]")
+
+
 def stop_spark() -> None:
     """End the session, if there is one."""
-    global _session
+    global _session, _large
     with _lock:
         if _session is not None:
             _session.stop()
-            _session = None
+            _session = _large = None
 
 
 def _check_java() -> None:

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
-import pyarrow as pa
-
 from pgtrickle.compile.text import ident
+from pgtrickle.engine.load import Delta
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Phases:
     plan: float = 0.0
     spark: float = 0.0
     apply: float = 0.0
-    delta: pa.Table | None = None
+    delta: Delta | None = None
 
     def seconds(self) -> dict[str, float]:
         return {name: round(getattr(self, name), 6) for name in ("cut", "fetch", "plan", "spark", "apply")}

@@ -1,0 +1,168 @@
+"""What runs in Spark's Python workers: reading from and writing to PostgreSQL in parallel, without passing the driver.
+
+Workers use psycopg and need this package installed beside it. They get connection parameters but never a password: that
+comes from where libpq finds one on their machine (a password file, a service file, the environment).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from pyarrow import csv
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.types import StructType
+
+from pgtrickle.engine.formats import PARSE, WRITE, arrow_type, conversion
+
+FORMAT = "pgtrickle"
+# The attempt that names the attempts whose rows count, in the column of the weight.
+DONE = "done"
+_BLOCK = 4 << 20
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the workers read: one statement per task, all in one snapshot that the cut exported."""
+
+    conninfo: str
+    snapshot: str
+    settings: dict[str, str]
+    statements: Sequence[str]
+    columns: Sequence[tuple[str, str]]  # names and Spark's types
+
+
+@dataclass(frozen=True)
+class Writing:
+    """Where the workers write: a table of text columns, `attempt` first and the weight `w` second."""
+
+    conninfo: str
+    table: Sequence[str]  # schema and name
+
+
+class PostgresSource(DataSource):
+    """PostgreSQL as Spark's executors see it; its one option is a Reading or a Writing as JSON."""
+
+    @classmethod
+    def name(cls) -> str:
+        return FORMAT
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        return _Reader(Reading(**json.loads(self.options["task"])))
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        return _Writer(Writing(**json.loads(self.options["task"])))
+
+
+def as_option(task: Reading | Writing) -> str:
+    return json.dumps(asdict(task))
+
+
+@dataclass
+class _Statement(InputPartition):
+    text: str
+
+
+class _Reader(DataSourceReader):
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
+    def partitions(self) -> Sequence[InputPartition]:
+        return [_Statement(text) for text in self.reading.statements]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        assert isinstance(partition, _Statement)
+        schema = pa.schema([(name, arrow_type(type_)) for name, type_ in self.reading.columns])
+        with psycopg.connect(self.reading.conninfo) as conn:
+            conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(self.reading.snapshot))
+            for name, value in self.reading.settings.items():
+                conn.execute("SELECT set_config(%s, %s, true)", (name, value))
+            command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(partition.text))
+            with conn.cursor() as cursor, cursor.copy(command) as copy:
+                yield from parse_csv(_Stream(copy), schema)
+
+
+class _Stream(io.RawIOBase):
+    """A COPY as a file, for Arrow's reader."""
+
+    def __init__(self, copy: psycopg.Copy) -> None:
+        self._copy = copy
+        self._rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = len(buffer)
+        parts, size = [self._rest], len(self._rest)
+        while size < wanted and (data := self._copy.read()):
+            parts.append(bytes(data))
+            size += len(data)
+        whole = b"".join(parts)
+        given = whole[:wanted]
+        self._rest = whole[wanted:]
+        buffer[: len(given)] = given
+        return len(given)
+
+
+def parse_csv(stream: io.RawIOBase, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    """The rows of a COPY in batches."""
+    read = csv.ReadOptions(column_names=schema.names, block_size=_BLOCK, use_threads=False)
+    file = pa.PythonFile(stream, "r")
+    try:
+        reader = csv.open_csv(file, read_options=read, parse_options=PARSE, convert_options=conversion(schema))
+    except pa.ArrowInvalid as error:
+        if "Empty CSV" in str(error):
+            return
+        raise
+    yield from reader
+
+
+@dataclass
+class _Written(WriterCommitMessage):
+    attempt: str
+
+
+class _Writer(DataSourceArrowWriter):
+    """Each task copies its rows under a name of its own. A task that Spark runs twice leaves rows that do not count."""
+
+    def __init__(self, writing: Writing) -> None:
+        self.writing = writing
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        attempt = uuid.uuid4().hex
+        with self._copy(sql.SQL("")) as copy:
+            for batch in iterator:
+                named = pa.array([attempt] * batch.num_rows, pa.string())
+                buffer = io.BytesIO()
+                csv.write_csv(pa.table([named, *batch.columns], names=["", *batch.schema.names]), buffer, WRITE)
+                copy.write(buffer.getvalue())
+        return _Written(attempt)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        with self._copy(sql.SQL("(attempt, w)")) as copy:
+            for message in messages:
+                assert isinstance(message, _Written)
+                copy.write(f"{DONE},{message.attempt}\n")
+
+    @contextmanager
+    def _copy(self, columns: sql.SQL) -> Iterator[psycopg.Copy]:
+        table = sql.Identifier(*self.writing.table)
+        command = sql.SQL("COPY {} {} FROM STDIN (FORMAT csv)").format(table, columns)
+        with psycopg.connect(self.writing.conninfo) as conn, conn.cursor() as cursor, cursor.copy(command) as copy:
+            yield copy

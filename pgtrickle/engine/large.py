@@ -1,0 +1,203 @@
+"""Large refreshes: rows go between PostgreSQL and Spark's executors in parallel, past the driver.
+
+A fragment over one table is read in parts by several tasks, each on its own connection in the snapshot that the cut
+exported. What was read is kept on the executors' disks, so that the cut can end before Spark computes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+from pyspark import StorageLevel
+from pyspark.sql import DataFrame, functions
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.compile.postgres import CHANGES_SCHEMA
+from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine.executors import FORMAT, PostgresSource, Reading, Writing, as_option
+from pgtrickle.engine.fetch import Fetcher, Reader, Request
+from pgtrickle.engine.formats import spark_types
+from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.load import Delta, Staged
+from pgtrickle.engine.session import is_embedded, large_session
+from pgtrickle.engine.spark import spark_errors
+from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
+
+# A result up to so many rows is collected and applied by the driver.
+COLLECTED = 100_000
+_PART = 16 << 20
+_MOST_PARTS = 256
+_BLOCK = 8192
+
+
+@dataclass
+class LargeWork:
+    """One stream table's refresh on the executors."""
+
+    conn: psycopg.Connection[Any]
+    settings: Mapping[str, str]
+    statements: list[str]
+    _frames: dict[Fragment, DataFrame] = field(default_factory=dict)
+    _medium: OnExecutors | None = None
+
+    def fetch(self, job: Job, reader: Reader, window: Snapshot | None, exported: str) -> tuple[int, bool]:
+        """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
+        self._medium = OnExecutors(self.conn, exported, self.settings, self.statements)
+        fetcher = Fetcher(reader, window, self._medium)
+        job.announce(fetcher)
+        self._frames = job.fetch(fetcher)
+        rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
+        return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
+
+    def compute(self, job: Job, stage: str) -> Delta | None:
+        """The delta: collected where it is small, else in a table of that name; None where it is empty."""
+        assert self._medium is not None
+        try:
+            with spark_errors():
+                return self._compute(job, stage)
+        finally:
+            self._medium.release()
+
+    def _compute(self, job: Job, stage: str) -> Delta | None:
+        names: dict[Fragment, str | None] = {}
+        for i, (fragment, frame) in enumerate(self._frames.items()):
+            names[fragment] = None if frame.isEmpty() else f"pgt_large_{i}"
+            frame.createOrReplaceTempView(f"pgt_large_{i}")
+        text = job.spark_sql(names.__getitem__)
+        if text is None:
+            return None
+        columns = ", ".join(["CAST(w AS BIGINT) AS w", *job.columns])
+        delta = large_session().sql(f"SELECT {columns} FROM ({text})").persist(StorageLevel.DISK_ONLY)
+        try:
+            rows = delta.count()
+            if rows > COLLECTED:
+                return self._stage(delta, stage, rows)
+            return delta.toArrow() if rows else None
+        finally:
+            delta.unpersist()
+
+    def _stage(self, delta: DataFrame, stage: str, rows: int) -> Staged:
+        staged = Staged(stage, rows)
+        staged.create(self.conn, delta.columns)
+        writing = Writing(_worker_conninfo(self.conn), staged.path)
+        strings = delta.selectExpr(*(f"CAST({name} AS STRING) AS {name}" for name in delta.columns))
+        try:
+            strings.write.format(FORMAT).mode("append").option("task", as_option(writing)).save()
+        except BaseException:
+            staged.drop(self.conn)
+            raise
+        return staged
+
+
+@dataclass
+class OnExecutors:
+    """Rows on Spark's executors (a Medium)."""
+
+    conn: psycopg.Connection[Any]  # of the cut
+    snapshot: str  # that it exported
+    settings: Mapping[str, str]
+    statements: list[str]
+    _kept: list[DataFrame] = field(default_factory=list)
+
+    def empty(self, schema: pa.Schema) -> DataFrame:
+        return large_session().createDataFrame(schema.empty_table())
+
+    def read(self, request: Request) -> DataFrame:
+        shown = [statement.as_string(self.conn) for statement in self._statements(request)]
+        self.statements += shown
+        types = spark_types(request.schema)
+        reading = Reading(_worker_conninfo(self.conn), self.snapshot, dict(self.settings), shown, types)
+        spark = large_session()
+        spark.dataSource.register(PostgresSource)
+        reader = spark.read.format(FORMAT).schema(", ".join(f"{name} {type_}" for name, type_ in types))
+        return self._keep(reader.option("task", as_option(reading)).load())
+
+    def consolidated(self, rows: DataFrame) -> DataFrame:
+        names = [name for name in rows.columns if name != "w"]
+        return self._keep(rows.groupBy(*names).agg(functions.sum("w").alias("w")).where("w <> 0"))
+
+    def count(self, rows: DataFrame) -> int:
+        with spark_errors():
+            return rows.count()
+
+    def values(self, columns: Sequence[tuple[DataFrame, str]]) -> pa.Array:
+        frames = [rows.selectExpr(f"CAST({name} AS STRING) AS v") for rows, name in columns]
+        together = frames[0]
+        for frame in frames[1:]:
+            together = together.unionAll(frame)
+        with spark_errors():
+            return together.distinct().toArrow().column("v").combine_chunks()
+
+    def release(self) -> None:
+        """Give the executors' disks back."""
+        for frame in self._kept:
+            frame.unpersist()
+
+    def _keep(self, frame: DataFrame) -> DataFrame:
+        """Read now, in the cut. Should an executor be lost with its rows, reading again fails: the snapshot is over."""
+        kept = frame.persist(StorageLevel.DISK_ONLY)
+        self._kept.append(kept)
+        self.count(kept)
+        return kept
+
+    def _statements(self, request: Request) -> list[sql.Composable]:
+        """One for each part of the table's blocks where the fragment reads one table; else one."""
+        size = self._largest_file(request.plan)
+        parts = min(size // _PART + 1, _MOST_PARTS)
+        if parts == 1:
+            return [request.statement(None)]
+        step = size // _BLOCK // parts + 1
+        bounds = [sql.SQL("{}::pg_catalog.tid").format(sql.Literal(f"({i * step},0)")) for i in range(parts)]
+        conditions: list[sql.Composable] = [
+            sql.SQL("ctid >= {} AND ctid < {}").format(low, high) for low, high in pairwise(bounds)
+        ]
+        # The last part has no end: the table may have grown since.
+        conditions.append(sql.SQL("ctid >= {}").format(bounds[-1]))
+        return [request.statement(condition) for condition in conditions]
+
+    def _largest_file(self, plan: Plan) -> int:
+        if not is_chain(plan):
+            return 0
+        scan = scans_of(plan)[0]
+        relation = scan.relation.oid
+        if scan.version is Version.DELTA:
+            assert scan.relation.buffer is not None
+            name = sql.Identifier(CHANGES_SCHEMA, scan.relation.buffer).as_string(self.conn)
+            row = self.conn.execute("SELECT %s::regclass::oid", (name,)).fetchone()
+            assert row is not None
+            relation = row[0]
+        row = self.conn.execute(load_query("sizes"), {"relations": [relation]}).fetchone()
+        assert row is not None
+        return int(row[1])
+
+
+def _worker_conninfo(conn: psycopg.Connection[Any]) -> str:
+    """How executors connect: as the driver does. Its password travels by a file, and only on its own machine."""
+    parameters = conn.info.get_parameters()
+    if is_embedded() and conn.info.password:
+        parameters["passfile"] = str(_password_file(conn.info.user, conn.info.password))
+    return make_conninfo("", **parameters)
+
+
+@cache
+def _password_file(user: str, password: str) -> Path:
+    """A password file in libpq's format that only this user can read; gone when the process ends."""
+    fields = ("*", "*", "*", user, password)
+    line = ":".join(field if field == "*" else field.replace("\\", "\\\\").replace(":", "\\:") for field in fields)
+    with tempfile.NamedTemporaryFile("w", prefix="pgtrickle-", delete=False) as file:
+        file.write(line + "\n")
+    path = Path(file.name)
+    atexit.register(path.unlink, missing_ok=True)
+    return path

@@ -1,0 +1,58 @@
+"""Reading the changes of a table once for all stream tables of a refresh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+from psycopg import sql
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.capture.window import since
+from pgtrickle.compile.postgres import form_type
+from pgtrickle.compile.wide import Slice, Wide, change_scan
+from pgtrickle.engine.fetch import Fetcher, Forms, InMemory, Request, arrow_type
+from pgtrickle.query.plan import Plan
+
+# PostgreSQL gives at most 1,664 columns.
+_MOST = 100
+
+
+def read_together(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
+    """Read, for fetchers of one medium, what several fragments want of the same changes."""
+    groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, Forms]]] = {}
+    for fetcher in fetchers:
+        for plan, forms in fetcher.missing.items():
+            scan = change_scan(plan)
+            if scan is not None and fetcher.window is not None:
+                groups.setdefault((scan.relation.oid, fetcher.window), []).append((fetcher, plan, forms))
+    for wanted in groups.values():
+        for i in range(0, len(wanted), _MOST):
+            if len(wanted[i : i + _MOST]) > 1:
+                _read_group(wanted[i : i + _MOST], medium)
+
+
+def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium: InMemory) -> None:
+    first, plan, _ = wanted[0]
+    scan = change_scan(plan)
+    assert scan is not None
+    assert first.window is not None
+    wide = Wide(scan.relation)
+    slices: list[Slice] = [wide.add(plan, forms) for _, plan, forms in wanted]
+    columns = [(name, type_, form) for name, type_, form in wide.columns.values()]
+    window = since(first.window, "__pgt_xid")
+    names = [(name, form_type(type_, form)) for name, type_, form in columns]
+    names += [(flag, "boolean") for flag in wide.flags.values()] + [("w", "bigint")]
+    schema = pa.schema(
+        [(name, arrow_type(type_, form)) for name, type_, form in columns]
+        + [(flag, pa.bool_()) for flag in wide.flags.values()]
+        + [("w", pa.int64())]
+    )
+
+    def statement(part: sql.Composable | None) -> sql.Composable:
+        assert part is None
+        return first.reader.as_reader(wide.statement().fill(lambda _: window), names)
+
+    whole = medium.read(Request(plan, schema, statement))
+    for (fetcher, fragment, _), slice_ in zip(wanted, slices, strict=True):
+        fetcher.put(fragment, medium.cut_out(whole, slice_))
