@@ -22,7 +22,8 @@ CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE last_seen > clock_timestamp() - interval '1 minute')
-       AND pg_stat_get_live_tuples(buffer) > pgtrickle._setting('max_buffer_rows')::bigint
+       AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._tree(buffer) AS part)
+           > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
 
@@ -81,11 +82,13 @@ DECLARE
     fits boolean;
     touched boolean;
     context text;
+    -- Which of the two tables is written: see _purge(). Either is right, so no lock is needed to know it.
+    spare boolean := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
 BEGIN
     -- Nearly always true, and one expression because each costs a single-row writer about 3 microseconds.
     IF NOT (TG_NAME = 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' AND TG_RELID = %2$s AND TG_OP <> 'TRUNCATE'
             AND current_setting('transaction_isolation') = 'read committed'
-            AND pg_stat_get_live_tuples('%3$s'::regclass) <= %4$s) THEN
+            AND pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) <= %4$s) THEN
         IF TG_NAME <> 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' THEN
             RETURN NULL; -- attached by somebody else under another name, it would capture twice
         ELSIF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
@@ -95,7 +98,8 @@ BEGIN
             wanting := 'SCHEMA'; -- or one that was attached after this snapshot
         ELSIF TG_OP = 'TRUNCATE' THEN
             wanting := 'TRUNCATE';
-        ELSIF pg_stat_get_live_tuples('%3$s'::regclass) > %4$s AND pgtrickle._overflows('%3$s') THEN
+        ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) > %4$s
+              AND pgtrickle._overflows('%3$s') THEN
             wanting := 'OVERFLOW';
         ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
             IF NOT coalesce(%5$s, false) THEN
@@ -120,19 +124,33 @@ $body$,
                stable_name, 'pgtrickle_changes.changes_' || stable_name,
                format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT CASE attnum%s ELSE true END)',
                       source::oid, of_column.expected),
-               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values),
+               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values,
+               'pgtrickle_changes.spare_' || stable_name),
         CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p' THEN $body$
     IF TG_OP = 'UPDATE' AND wanting IS NULL THEN
         GET DIAGNOSTICS context = PG_CONTEXT;
         IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
             wanting := 'MERGE';
         END IF;
-    END IF;$body$ END);
+    END IF;$body$ END,
+        'pgtrickle_changes.spare_' || stable_name);
 END
 $$;
 
+-- The rows into one of the two tables of a buffer, %2 and %8. PL/pgSQL plans a statement when it is first reached.
+CREATE OR REPLACE FUNCTION pgtrickle._store(rows text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.format($body$IF spare THEN
+                INSERT INTO %%8$s (__pgt_xid, __pgt_w%%4$s) %1$s;
+            ELSE
+                INSERT INTO %%2$s (__pgt_xid, __pgt_w%%4$s) %1$s;
+            END IF;$body$, rows)
+$$;
+
 -- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 test of the columns,
--- %4 buffer columns, %5 their values in a transition table. RETURN NEW is RETURN NULL without an expression.
+-- %4 buffer columns, %5 their values in a transition table, %8 the buffer's spare table. RETURN NEW is RETURN NULL
+-- without an expression.
 CREATE OR REPLACE FUNCTION pgtrickle._statement_capture() RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
@@ -142,8 +160,7 @@ AS $$
         SELECT '%1$s', pg_current_xact_id()::text::bigint
         WHERE EXISTS (SELECT FROM __pgt_new) AND %3$s;
         IF FOUND THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         END IF;
     ELSIF wanting IS NULL THEN
@@ -151,14 +168,13 @@ AS $$
         SELECT '%1$s', pg_current_xact_id()::text::bigint
         WHERE EXISTS (SELECT FROM __pgt_old) AND %3$s;
         IF FOUND AND TG_OP = 'UPDATE' THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
-            UNION ALL
-            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            $body$ || pgtrickle._store('
+                    SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
+                    UNION ALL
+                    SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         ELSIF FOUND THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r;
+            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r') || $body$
             RETURN NEW;
         END IF;
     END IF;
@@ -186,10 +202,10 @@ AS $$
         WHERE %3$s;
         IF FOUND THEN
             IF TG_OP <> 'INSERT' THEN
-                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, -1%7$s);
+                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, -1%7$s)') || $body$
             END IF;
             IF TG_OP <> 'DELETE' THEN
-                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, 1%6$s);
+                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, 1%6$s)') || $body$
             END IF;
             RETURN NULL;
         END IF;
