@@ -119,7 +119,8 @@ def test_upgrade_keeps_captured_changes_and_goes_on_capturing(conn: psycopg.Conn
         END $$;
         CREATE TRIGGER pgtrickle_capture_insert_h AFTER INSERT ON t REFERENCING NEW TABLE AS __pgt_new
             FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.capture_h();
-        INSERT INTO pgtrickle.pgt_change_tracking (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
+        INSERT INTO pgtrickle.pgt_change_tracking
+            (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
         VALUES ('t', 'h', 'pgtrickle_changes.changes_h', '{1}', 'statement');
         INSERT INTO t VALUES (1);
         """

@@ -59,11 +59,17 @@ RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
+    expected record;
     of_column record;
 BEGIN
-    SELECT coalesce(string_agg(format(E'\n                WHEN %s THEN attname = %L AND atttypid = %s AND atttypmod = %s',
-                                      attnum, attname, atttypid, atttypmod), '' ORDER BY attnum), ' WHEN 0 THEN true') AS expected,
-           coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
+    -- Indexed by column number, with NULL for columns that are not tracked: comparing to these costs the same for a
+    -- hundred columns as for one, while a condition per column is prepared anew for every statement.
+    SELECT array_agg(CASE WHEN attnum = ANY (columns) THEN attname END ORDER BY attnum) AS names,
+           array_agg(CASE WHEN attnum = ANY (columns) THEN atttypid END ORDER BY attnum) AS types,
+           array_agg(CASE WHEN attnum = ANY (columns) THEN atttypmod END ORDER BY attnum) AS typmods
+    INTO expected
+    FROM pg_attribute WHERE attrelid = source AND attnum BETWEEN 1 AND (SELECT max(n) FROM unnest(columns) AS n);
+    SELECT coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
                                       source::oid, attnum, attname), E'\n            AND ' ORDER BY attnum), 'true') AS named,
            coalesce(string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS typed,
            coalesce(string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS new_typed,
@@ -122,8 +128,9 @@ $body$,
         CASE kind WHEN 'row' THEN of_column.new_typed ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END,
         format(CASE kind WHEN 'row' THEN pgtrickle._row_capture() ELSE pgtrickle._statement_capture() END,
                stable_name, 'pgtrickle_changes.changes_' || stable_name,
-               format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT CASE attnum%s ELSE true END)',
-                      source::oid, of_column.expected),
+               format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT (attname = (%L::name[])[attnum]'
+                      ' AND atttypid = (%L::oid[])[attnum] AND atttypmod = (%L::int[])[attnum]))',
+                      source::oid, expected.names, expected.types, expected.typmods),
                of_column.targets, of_column.selected, of_column.new_values, of_column.old_values,
                'pgtrickle_changes.spare_' || stable_name),
         CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p' THEN $body$
