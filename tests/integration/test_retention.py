@@ -230,17 +230,29 @@ def test_an_old_snapshot_purges_nothing(db: Connection, other: Connection) -> No
     assert purge(db) > LARGE
 
 
-def test_writers_do_not_wait_for_a_reader_of_the_buffer(db: Connection, other: Connection) -> None:
-    """Purging gives up at once where it would have to wait, and so nobody queues behind it."""
+def test_purging_gives_up_soon_where_somebody_reads(db: Connection, other: Connection) -> None:
+    """The lock timeout is purging's own, and writers are in the other table already."""
     write(db)
     changes(other, cut(other))
     pass_all(db, "first", "second")
-    assert purge(db) == 0
-    db.execute("SET lock_timeout = '100ms'")
-    write(db)
+    with db.transaction():
+        assert purge(db) == 0
+        assert one(db, "SHOW lock_timeout") == "0"
+        write(db)
     other.rollback()
     pass_all(db, "first", "second")
     assert purge(db) > 0
+
+
+def test_purging_gives_up_soon_where_the_buffer_is_being_altered(db: Connection, other: Connection) -> None:
+    """As when a stream table on further columns is created, in a transaction that stays open."""
+    write(db)
+    pass_all(db, "first", "second")
+    other.execute(f"LOCK TABLE pgtrickle_changes.changes_{stable_name(other)}")
+    db.execute("SET statement_timeout = '5s'")
+    assert purge(db) == 0
+    other.rollback()
+    assert purge(db) > LARGE
 
 
 def test_others_may_not_purge(db: Connection, database: TestDatabase) -> None:
