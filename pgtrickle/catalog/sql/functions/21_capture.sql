@@ -45,15 +45,42 @@ BEGIN
 END
 $$;
 
+-- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are not
+-- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN NOT EXISTS (
+        SELECT FROM pg_attribute
+        WHERE attrelid = source AND attnum > 0
+          AND NOT (attname = names[attnum] AND atttypid = types[attnum] AND atttypmod = typmods[attnum]));
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._columns_fit_now(regclass, name[], oid[], int[]) FROM PUBLIC;
+
+-- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the source is
+-- altered, because it names the source as a regclass constant; a writer who has the table locked has heard of every ALTER
+-- before. Asking the catalog in every statement took a third of what a single-row writer pays. The function called here
+-- is VOLATILE so that it looks with a new snapshot: the planner's may be older than the lock on the table (a cascade).
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN pgtrickle._columns_fit_now(source, names, types, typmods);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._columns_fit(regclass, name[], oid[], int[]) FROM PUBLIC;
+
 -- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail and must not store a
 -- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
 -- the tracked columns with the catalog, and on a difference leaves a marker. PL/pgSQL analyses each statement when it
 -- is reached, so the stale INSERT does no harm. Columns of partitions are found by name; their order may differ.
--- The comparison is part of the INSERT that notes the activity: a statement of its own would cost half as much again.
--- A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
+-- The comparison is part of the INSERT that notes the activity, which is planned anew when the source was altered.
 --
 -- A snapshot of REPEATABLE READ may be older than the table's last ALTER, which the transaction nevertheless meets.
--- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present.
+-- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present, and
+-- the INSERT is another one: a plan made with such a snapshot would keep its answer for later transactions.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_body(source regclass, stable_name text, columns smallint[], kind text)
 RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -62,8 +89,6 @@ DECLARE
     expected record;
     of_column record;
 BEGIN
-    -- Indexed by column number, with NULL for columns that are not tracked: comparing to these costs the same for a
-    -- hundred columns as for one, while a condition per column is prepared anew for every statement.
     SELECT array_agg(CASE WHEN attnum = ANY (columns) THEN attname END ORDER BY attnum) AS names,
            array_agg(CASE WHEN attnum = ANY (columns) THEN atttypid END ORDER BY attnum) AS types,
            array_agg(CASE WHEN attnum = ANY (columns) THEN atttypmod END ORDER BY attnum) AS typmods
@@ -128,8 +153,7 @@ $body$,
         CASE kind WHEN 'row' THEN of_column.new_typed ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END,
         format(CASE kind WHEN 'row' THEN pgtrickle._row_capture() ELSE pgtrickle._statement_capture() END,
                stable_name, 'pgtrickle_changes.changes_' || stable_name,
-               format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT (attname = (%L::name[])[attnum]'
-                      ' AND atttypid = (%L::oid[])[attnum] AND atttypmod = (%L::int[])[attnum]))',
+               format('(%L::regclass, %L::name[], %L::oid[], %L::int[])',
                       source::oid, expected.names, expected.types, expected.typmods),
                of_column.targets, of_column.selected, of_column.new_values, of_column.old_values,
                'pgtrickle_changes.spare_' || stable_name),
@@ -155,7 +179,20 @@ AS $$
             END IF;$body$, rows)
 $$;
 
--- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 test of the columns,
+-- Notes the activity if there are rows and the columns fit, and so sets FOUND. `fits` is true only for old snapshots.
+CREATE OR REPLACE FUNCTION pgtrickle._note(touched text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.format($body$IF fits THEN
+            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit_now%%3$s;
+        ELSE
+            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit%%3$s;
+        END IF;$body$, touched)
+$$;
+
+-- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 what columns are expected,
 -- %4 buffer columns, %5 their values in a transition table, %8 the buffer's spare table. RETURN NEW is RETURN NULL
 -- without an expression.
 CREATE OR REPLACE FUNCTION pgtrickle._statement_capture() RETURNS text
@@ -163,17 +200,13 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT $body$
     IF TG_OP = 'INSERT' AND wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE EXISTS (SELECT FROM __pgt_new) AND %3$s;
+        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_new)') || $body$
         IF FOUND THEN
             $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         END IF;
     ELSIF wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE EXISTS (SELECT FROM __pgt_old) AND %3$s;
+        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_old)') || $body$
         IF FOUND AND TG_OP = 'UPDATE' THEN
             $body$ || pgtrickle._store('
                     SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
@@ -204,9 +237,7 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT $body$
     IF wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE %3$s;
+        $body$ || pgtrickle._note('true') || $body$
         IF FOUND THEN
             IF TG_OP <> 'INSERT' THEN
                 $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, -1%7$s)') || $body$
