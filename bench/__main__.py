@@ -62,7 +62,7 @@ def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path)
 
 @main.command("write-cost")
 @click.option("--rows", default=200_000, show_default=True, help="Rows per statement.")
-@click.option("--single", default=500, show_default=True, help="Single-row INSERTs per repeat.")
+@click.option("--single", default=100, show_default=True, help="Single-row INSERTs per block, ten blocks a repeat.")
 @click.option("--repeat", default=7, show_default=True)
 def write_cost_command(rows: int, single: int, repeat: int) -> None:
     """What capture costs the writer."""

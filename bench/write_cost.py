@@ -19,6 +19,9 @@ TABLES = ("untracked", "tracked")
 BOUNDS = {"INSERT": 1.8, "COPY": 1.8, "UPDATE": 2.2, "DELETE": 2.5}
 SINGLE = "single-row INSERT"
 SINGLE_BOUND = 0.85
+TOGETHER = "single-row INSERT, many per transaction"
+# What else happens on the machine and its disk then hits both tables alike.
+BLOCKS = 10
 
 _INSERT = (
     "INSERT INTO {table} SELECT i, 'region ' || i % 5, 'category ' || i % 4, i * 7919 % 10000, i % 100"
@@ -41,7 +44,7 @@ class Cost:
 
 def run(bench: Bench, rows: int, single: int, repeats: int, say: Callable[[str], None]) -> dict[str, Cost]:
     """Measure every kind of statement so many times."""
-    costs = {name: Cost() for name in (*BOUNDS, SINGLE)}
+    costs = {name: Cost() for name in (*BOUNDS, SINGLE, TOGETHER)}
     copied = _csv(rows)
     for cycle in range(repeats):
         say(f"write cost: cycle {cycle + 1} of {repeats}")
@@ -58,11 +61,23 @@ def run(bench: Bench, rows: int, single: int, repeats: int, say: Callable[[str],
             costs["COPY"].times[name].append(seconds(partial(_copy, bench, name, copied)))
         _check_captured(bench, rows)
         _fresh(bench)
-        for name in order:
-            bench.settle()
-            costs[SINGLE].times[name].append(seconds(partial(_insert_singly, bench, name, single)))
-        _check_captured(bench, single)
+        _alternate(bench, costs, single)
+        _check_captured(bench, (2 * BLOCKS + 1) * single)
     return costs
+
+
+def _alternate(bench: Bench, costs: dict[str, Cost], single: int) -> None:
+    """Short blocks of single rows, one table after the other, after a first block that fills caches."""
+    bench.settle()
+    for name in TABLES:
+        _insert_singly(bench, name, range(single))
+    start = single
+    for block in range(BLOCKS):
+        for kind, insert in ((SINGLE, _insert_singly), (TOGETHER, _insert_together)):
+            ids = range(start, start + single)
+            start += single
+            for name in TABLES if block % 2 else TABLES[::-1]:
+                costs[kind].times[name].append(seconds(partial(insert, bench, name, ids)))
 
 
 def _fresh(bench: Bench) -> None:
@@ -105,11 +120,17 @@ def _copy(bench: Bench, name: str, data: bytes) -> None:
         copy.write(data)
 
 
-def _insert_singly(bench: Bench, name: str, count: int) -> None:
+def _insert_singly(bench: Bench, name: str, ids: range) -> None:
     """Each in its own transaction, durable before the next begins."""
     statement = sql.SQL("INSERT INTO {} VALUES (%s, 'region 1', 'category 1', %s, 1)").format(sql.Identifier(name))
-    for i in range(count):
+    for i in ids:
         bench.conn.execute(statement, (i, i))
+
+
+def _insert_together(bench: Bench, name: str, ids: range) -> None:
+    """Without a wait for the disk in between: what remains is the processor's share."""
+    with bench.conn.transaction():
+        _insert_singly(bench, name, ids)
 
 
 def _check_captured(bench: Bench, expected: int) -> None:

@@ -118,6 +118,72 @@ def test_breaking_changes_leave_markers_until_retracked(db: Connection, other: C
 
 
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
+def test_breaking_changes_leave_markers_with_row_triggers(db: Connection, other: Connection, ddl: list[str]) -> None:
+    """Which a table with a parent has; their statements name no transition table that would tie a plan to the source."""
+    db.execute("CREATE TABLE up ()")
+    db.execute("CREATE TABLE t (id int, used int, words varchar(10), unused int) INHERITS (up)")
+    db.execute("INSERT INTO t SELECT g, g * 10, 'x' || g, g FROM generate_series(1, 50) g")
+    (name,) = one(db, "SELECT pgtrickle._attach('t', '{1,2,3}')")
+    assert one(db, "SELECT capture_kind FROM pgtrickle.pgt_change_tracking WHERE source_relid = 't'::regclass") == (
+        "row",
+    )
+    write(other)
+    rows = buffer_rows(db, name)
+    for statement in ddl:
+        db.execute(statement)
+    write(other)
+    assert markers(db, name) == ["SCHEMA"] * 3
+    assert buffer_rows(db, name) == rows
+
+
+@pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
+def test_plans_of_an_old_snapshot_do_not_stay(db: Connection, other: Connection, ddl: list[str]) -> None:
+    """They are made while the catalog looks as it was, and used by the transactions after that."""
+    name = prepare(db)
+    with other.transaction():
+        other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        other.execute("SELECT 1")
+        for statement in ddl:
+            db.execute(statement)
+        other.execute("INSERT INTO t DEFAULT VALUES")
+    captured = buffer_rows(db, name)  # the row, where only a length was changed
+    write(other)
+    assert markers(db, name) == ["SCHEMA"] * (4 - captured)
+    assert buffer_rows(db, name) == captured
+
+
+def test_a_cascade_whose_snapshot_is_older_than_the_change(db: Connection, other: Connection) -> None:
+    """The outer statement has its snapshot before the cascade locks the table, and the trigger is planned with that."""
+    db.execute("CREATE TABLE parent (id int PRIMARY KEY); INSERT INTO parent VALUES (1)")
+    db.execute("CREATE TABLE t (id int REFERENCES parent ON DELETE CASCADE, used int); INSERT INTO t VALUES (1, 1)")
+    db.execute(
+        "CREATE FUNCTION pause() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN PERFORM pg_advisory_xact_lock(1); RETURN OLD; END';"
+        " CREATE TRIGGER pause BEFORE DELETE ON parent FOR EACH ROW EXECUTE FUNCTION pause()"
+    )
+    name = track(db, "t")
+    db.execute("SELECT pg_advisory_lock(1)")
+    errors: list[BaseException] = []
+
+    def delete() -> None:
+        try:
+            other.execute("DELETE FROM parent")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    while not one(db, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")[0]:
+        assert thread.is_alive()
+    db.execute("ALTER TABLE t RENAME COLUMN used TO renamed")
+    db.execute("SELECT pg_advisory_unlock(1)")
+    thread.join()
+    assert errors == []
+    assert markers(db, name) == ["SCHEMA"]
+    assert one(db, "SELECT count(*) FROM t") == (0,)
+
+
+@pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
 def test_breaking_changes_rolled_back_leave_nothing(db: Connection, ddl: list[str]) -> None:
     name = prepare(db)
     with db.transaction(force_rollback=True):

@@ -105,6 +105,47 @@ def test_upgrade_keeps_the_data(conn: psycopg.Connection) -> None:
     assert conn.execute("SELECT pgt_name FROM pgtrickle.pgt_status()").fetchone() == ("st",)
 
 
+def test_upgrade_keeps_captured_changes_and_goes_on_capturing(conn: psycopg.Connection) -> None:
+    """Version 2 had one table per buffer, and capture functions that know only that."""
+    install(conn, target=2)
+    conn.execute("CREATE TABLE t (a int, b int)")
+    conn.execute(
+        """
+        CREATE TABLE pgtrickle_changes.changes_h (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL, c1 int);
+        CREATE FUNCTION pgtrickle_changes.capture_h() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            INSERT INTO pgtrickle_changes.changes_h SELECT pg_current_xact_id()::text::bigint, 1, a FROM __pgt_new;
+            RETURN NULL;
+        END $$;
+        CREATE TRIGGER pgtrickle_capture_insert_h AFTER INSERT ON t REFERENCING NEW TABLE AS __pgt_new
+            FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.capture_h();
+        INSERT INTO pgtrickle.pgt_change_tracking
+            (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
+        VALUES ('t', 'h', 'pgtrickle_changes.changes_h', '{1}', 'statement');
+        INSERT INTO t VALUES (1);
+        """
+    )
+    former = conn.execute("SELECT prosrc FROM pg_proc WHERE proname = 'capture_h'").fetchone()
+    assert upgrade(conn) == latest_version() > 2
+    assert conn.execute("SELECT prosrc FROM pg_proc WHERE proname = 'capture_h'").fetchone() != former
+    conn.execute("INSERT INTO t VALUES (2); SELECT setval('pgtrickle_changes.turn_h', 2); INSERT INTO t VALUES (3)")
+    assert conn.execute("SELECT c1 FROM pgtrickle_changes.changes_h ORDER BY 1").fetchall() == [(1,), (2,), (3,)]
+    assert conn.execute("SELECT c1 FROM pgtrickle_changes.spare_h").fetchall() == [(3,)]
+
+
+def test_upgrade_leaves_capture_of_altered_sources_to_the_next_refresh(conn: psycopg.Connection) -> None:
+    """A new text would store the column's new type where the buffer has the old one, and fail the writer."""
+    install(conn)
+    conn.execute("CREATE TABLE t (a int)")
+    conn.execute("SELECT pgtrickle._attach('t', '{1}')")
+    former = conn.execute("SELECT prosrc FROM pg_proc WHERE proname LIKE 'capture%'").fetchone()
+    conn.execute("ALTER TABLE t ALTER a TYPE text")
+    upgrade(conn)
+    assert conn.execute("SELECT prosrc FROM pg_proc WHERE proname LIKE 'capture%'").fetchone() == former
+    conn.execute("INSERT INTO t VALUES ('not a number')")
+    assert conn.execute("SELECT kind FROM pgtrickle_changes.pgt_markers").fetchall() == [("SCHEMA",)]
+
+
 def test_failed_upgrade_leaves_the_old_version(conn: psycopg.Connection) -> None:
     install(conn, target=1)
     conn.execute("ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN fencing_token text")

@@ -22,7 +22,8 @@ CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE last_seen > clock_timestamp() - interval '1 minute')
-       AND pg_stat_get_live_tuples(buffer) > pgtrickle._setting('max_buffer_rows')::bigint
+       AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._tree(buffer) AS part)
+           > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
 
@@ -44,25 +45,56 @@ BEGIN
 END
 $$;
 
+-- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are not
+-- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN NOT EXISTS (
+        SELECT FROM pg_attribute
+        WHERE attrelid = source AND attnum > 0
+          AND NOT (attname = names[attnum] AND atttypid = types[attnum] AND atttypmod = typmods[attnum]));
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._columns_fit_now(regclass, name[], oid[], int[]) FROM PUBLIC;
+
+-- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the source is
+-- altered, because it names the source as a regclass constant; a writer who has the table locked has heard of every ALTER
+-- before. Asking the catalog in every statement took a third of what a single-row writer pays. The function called here
+-- is VOLATILE so that it looks with a new snapshot: the planner's may be older than the lock on the table (a cascade).
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN pgtrickle._columns_fit_now(source, names, types, typmods);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._columns_fit(regclass, name[], oid[], int[]) FROM PUBLIC;
+
 -- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail and must not store a
 -- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
 -- the tracked columns with the catalog, and on a difference leaves a marker. PL/pgSQL analyses each statement when it
 -- is reached, so the stale INSERT does no harm. Columns of partitions are found by name; their order may differ.
--- The comparison is part of the INSERT that notes the activity: a statement of its own would cost half as much again.
--- A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
+-- The comparison is part of the INSERT that notes the activity, which is planned anew when the source was altered.
 --
 -- A snapshot of REPEATABLE READ may be older than the table's last ALTER, which the transaction nevertheless meets.
--- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present.
+-- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present, and
+-- the INSERT is another one: a plan made with such a snapshot would keep its answer for later transactions.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_body(source regclass, stable_name text, columns smallint[], kind text)
 RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
+    expected record;
     of_column record;
 BEGIN
-    SELECT coalesce(string_agg(format(E'\n                WHEN %s THEN attname = %L AND atttypid = %s AND atttypmod = %s',
-                                      attnum, attname, atttypid, atttypmod), '' ORDER BY attnum), ' WHEN 0 THEN true') AS expected,
-           coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
+    SELECT array_agg(CASE WHEN attnum = ANY (columns) THEN attname END ORDER BY attnum) AS names,
+           array_agg(CASE WHEN attnum = ANY (columns) THEN atttypid END ORDER BY attnum) AS types,
+           array_agg(CASE WHEN attnum = ANY (columns) THEN atttypmod END ORDER BY attnum) AS typmods
+    INTO expected
+    FROM pg_attribute WHERE attrelid = source AND attnum BETWEEN 1 AND (SELECT max(n) FROM unnest(columns) AS n);
+    SELECT coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
                                       source::oid, attnum, attname), E'\n            AND ' ORDER BY attnum), 'true') AS named,
            coalesce(string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS typed,
            coalesce(string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS new_typed,
@@ -81,11 +113,13 @@ DECLARE
     fits boolean;
     touched boolean;
     context text;
+    -- Which of the two tables is written: see _purge(). Either is right, so no lock is needed to know it.
+    spare boolean := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
 BEGIN
     -- Nearly always true, and one expression because each costs a single-row writer about 3 microseconds.
     IF NOT (TG_NAME = 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' AND TG_RELID = %2$s AND TG_OP <> 'TRUNCATE'
             AND current_setting('transaction_isolation') = 'read committed'
-            AND pg_stat_get_live_tuples('%3$s'::regclass) <= %4$s) THEN
+            AND pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) <= %4$s) THEN
         IF TG_NAME <> 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' THEN
             RETURN NULL; -- attached by somebody else under another name, it would capture twice
         ELSIF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
@@ -95,7 +129,8 @@ BEGIN
             wanting := 'SCHEMA'; -- or one that was attached after this snapshot
         ELSIF TG_OP = 'TRUNCATE' THEN
             wanting := 'TRUNCATE';
-        ELSIF pg_stat_get_live_tuples('%3$s'::regclass) > %4$s AND pgtrickle._overflows('%3$s') THEN
+        ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) > %4$s
+              AND pgtrickle._overflows('%3$s') THEN
             wanting := 'OVERFLOW';
         ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
             IF NOT coalesce(%5$s, false) THEN
@@ -118,47 +153,68 @@ $body$,
         CASE kind WHEN 'row' THEN of_column.new_typed ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END,
         format(CASE kind WHEN 'row' THEN pgtrickle._row_capture() ELSE pgtrickle._statement_capture() END,
                stable_name, 'pgtrickle_changes.changes_' || stable_name,
-               format('NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = %s AND attnum > 0 AND NOT CASE attnum%s ELSE true END)',
-                      source::oid, of_column.expected),
-               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values),
+               format('(%L::regclass, %L::name[], %L::oid[], %L::int[])',
+                      source::oid, expected.names, expected.types, expected.typmods),
+               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values,
+               'pgtrickle_changes.spare_' || stable_name),
         CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p' THEN $body$
     IF TG_OP = 'UPDATE' AND wanting IS NULL THEN
         GET DIAGNOSTICS context = PG_CONTEXT;
         IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
             wanting := 'MERGE';
         END IF;
-    END IF;$body$ END);
+    END IF;$body$ END,
+        'pgtrickle_changes.spare_' || stable_name);
 END
 $$;
 
--- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 test of the columns,
--- %4 buffer columns, %5 their values in a transition table. RETURN NEW is RETURN NULL without an expression.
+-- The rows into one of the two tables of a buffer, %2 and %8. PL/pgSQL plans a statement when it is first reached.
+CREATE OR REPLACE FUNCTION pgtrickle._store(rows text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.format($body$IF spare THEN
+                INSERT INTO %%8$s (__pgt_xid, __pgt_w%%4$s) %1$s;
+            ELSE
+                INSERT INTO %%2$s (__pgt_xid, __pgt_w%%4$s) %1$s;
+            END IF;$body$, rows)
+$$;
+
+-- Notes the activity if there are rows and the columns fit, and so sets FOUND. `fits` is true only for old snapshots.
+CREATE OR REPLACE FUNCTION pgtrickle._note(touched text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.format($body$IF fits THEN
+            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit_now%%3$s;
+        ELSE
+            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit%%3$s;
+        END IF;$body$, touched)
+$$;
+
+-- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 what columns are expected,
+-- %4 buffer columns, %5 their values in a transition table, %8 the buffer's spare table. RETURN NEW is RETURN NULL
+-- without an expression.
 CREATE OR REPLACE FUNCTION pgtrickle._statement_capture() RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT $body$
     IF TG_OP = 'INSERT' AND wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE EXISTS (SELECT FROM __pgt_new) AND %3$s;
+        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_new)') || $body$
         IF FOUND THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         END IF;
     ELSIF wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE EXISTS (SELECT FROM __pgt_old) AND %3$s;
+        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_old)') || $body$
         IF FOUND AND TG_OP = 'UPDATE' THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
-            UNION ALL
-            SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r;
+            $body$ || pgtrickle._store('
+                    SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
+                    UNION ALL
+                    SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         ELSIF FOUND THEN
-            INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s)
-            SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r;
+            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r') || $body$
             RETURN NEW;
         END IF;
     END IF;
@@ -181,15 +237,13 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT $body$
     IF wanting IS NULL THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT '%1$s', pg_current_xact_id()::text::bigint
-        WHERE %3$s;
+        $body$ || pgtrickle._note('true') || $body$
         IF FOUND THEN
             IF TG_OP <> 'INSERT' THEN
-                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, -1%7$s);
+                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, -1%7$s)') || $body$
             END IF;
             IF TG_OP <> 'DELETE' THEN
-                INSERT INTO %2$s (__pgt_xid, __pgt_w%4$s) VALUES (pg_current_xact_id()::text::bigint, 1%6$s);
+                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, 1%6$s)') || $body$
             END IF;
             RETURN NULL;
         END IF;

@@ -39,7 +39,7 @@ AS $$
 BEGIN
     -- The triggers go with their function, whoever owns the table.
     EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
-    EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I', 'changes_' || stable_name);
+    EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name, 'changes_' || stable_name);
     DELETE FROM pgtrickle_changes.pgt_markers AS m WHERE m.source_stable_name = stable_name;
     DELETE FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name;
     DELETE FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
@@ -67,7 +67,11 @@ BEGIN
     ELSIF taken_by IS NOT NULL THEN
         PERFORM pgtrickle._forget_source(stable_name);
     END IF;
-    EXECUTE format('CREATE TABLE %s (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL)', buffer);
+    -- Two tables in turn, so that one can be emptied; who reads the first reads both. Rows only come until all go at once.
+    EXECUTE format('CREATE TABLE %s (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL) WITH (autovacuum_enabled = off)', buffer);
+    EXECUTE format('CREATE TABLE pgtrickle_changes.%I () INHERITS (%s) WITH (autovacuum_enabled = off)',
+                   'spare_' || stable_name, buffer);
+    EXECUTE format('CREATE SEQUENCE pgtrickle_changes.%I OWNED BY %s.__pgt_xid', 'turn_' || stable_name, buffer);
     IF pgtrickle._service_role() <> current_user THEN
         EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
     END IF;

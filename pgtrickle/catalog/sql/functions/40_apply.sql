@@ -6,40 +6,6 @@ AS $$
             || pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 1)), 16, '0'))::uuid
 $$;
 
--- Changes that every stream table on their source has passed are of no use to anybody.
-CREATE OR REPLACE FUNCTION pgtrickle._purge(stable_name text) RETURNS bigint
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    bound bigint;
-    buffer regclass;
-    removed bigint;
-BEGIN
-    SELECT buffer_relid INTO buffer FROM pgtrickle.pgt_change_tracking WHERE source_stable_name = stable_name;
-    -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
-    -- change from then on. If it died, its next refresh takes the claim over.
-    IF buffer IS NULL OR EXISTS (
-        SELECT FROM pgtrickle.pgt_dependencies d
-        JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
-        WHERE d.source_stable_name = stable_name AND (s.frontier IS NULL OR s.reinit_reason IS NOT NULL)
-          AND s.claimed_by IS NOT NULL) THEN
-        RETURN 0;
-    END IF;
-    -- Who starts over needs no change from before. Without consumers everything that is over may go.
-    SELECT min(split_part(s.frontier ->> 'snapshot', ':', 1)::bigint) INTO bound
-    FROM pgtrickle.pgt_dependencies d
-    JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
-    WHERE d.source_stable_name = stable_name AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL;
-    bound := coalesce(bound, pg_snapshot_xmin(pg_current_snapshot())::text::bigint);
-    EXECUTE format('DELETE FROM %s WHERE __pgt_xid < $1', buffer) USING bound;
-    GET DIAGNOSTICS removed = ROW_COUNT;
-    DELETE FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = stable_name AND xid < bound;
-    DELETE FROM pgtrickle_changes.pgt_activity WHERE source_stable_name = stable_name AND xid < bound;
-    RETURN removed;
-END
-$$;
--- Anybody may call it: it removes only what nobody needs.
-
 -- Changes that a dump brought from another server carry transaction ids that are still to come here: they would count as
 -- new. What this server's own writers wrote since is not visible to this statement's snapshot.
 CREATE OR REPLACE FUNCTION pgtrickle._drop_foreign_changes(stable_name text) RETURNS void

@@ -1,0 +1,102 @@
+-- Giving back the space of changes that nobody needs any more.
+--
+-- A buffer is two tables: writers fill one until it is large, then the other, and the one they left is truncated when
+-- every stream table on the source has passed all its rows. Nothing is deleted, so nothing bloats while an old snapshot
+-- keeps vacuum from working, and a refresh scans little more than what is new to it.
+--
+-- TRUNCATE takes rows away from old snapshots too. That is harmless here: whoever reads a buffer leaves out what its
+-- frontier has seen, and a table goes only when all frontiers have seen all of it.
+
+-- Truncates one of the two tables if no transaction has rows in it that a frontier does not know: neither one from
+-- `bound` on nor one of `running`. Writers are in the other table, but cuts that begin now queue behind the lock: 20 ms
+-- per megabyte to be gained, at most a second, so that many readers do not put it off for ever.
+CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(part regclass, bound bigint, running bigint[]) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
+AS $$
+DECLARE
+    size bigint;
+    needed boolean;
+    look text := format('SELECT EXISTS (SELECT FROM ONLY %s WHERE __pgt_xid >= $1 OR __pgt_xid = ANY ($2))', part);
+BEGIN
+    size := pg_relation_size(part);
+    IF size = 0 THEN
+        RETURN 0;
+    END IF;
+    EXECUTE look INTO needed USING bound, running;
+    IF NOT needed THEN
+        -- The lock means that no open transaction has rows there. Rows that came since the first look are committed,
+        -- and a new statement sees them.
+        PERFORM set_config('lock_timeout', least(1000, 20 + 20 * (size / 1048576)) || 'ms', true);
+        EXECUTE format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', part);
+        EXECUTE look INTO needed USING bound, running;
+    END IF;
+    IF needed THEN
+        RETURN 0;
+    END IF;
+    EXECUTE format('TRUNCATE ONLY %s', part);
+    RETURN size;
+EXCEPTION WHEN lock_not_available THEN
+    RETURN 0; -- a transaction that wrote or reads there is still open
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._empty_buffer(regclass, bigint, bigint[]) FROM PUBLIC;
+
+-- After a refresh: remove what every stream table on the source has passed. Returns the bytes given back. A refresh is
+-- not to wait or fail for it: where a lock cannot be had, or another process is at it, the next refresh tries again.
+CREATE OR REPLACE FUNCTION pgtrickle._purge(stable_name text) RETURNS bigint
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
+AS $$
+DECLARE
+    -- Scanned in a few milliseconds, and a hundred times what a TRUNCATE costs to write.
+    large CONSTANT bigint := 1024 * 1024;
+    turn regclass := to_regclass('pgtrickle_changes.turn_' || stable_name);
+    parts regclass[] := ARRAY[to_regclass('pgtrickle_changes.changes_' || stable_name),
+                              to_regclass('pgtrickle_changes.spare_' || stable_name)];
+    written int;
+    known record;
+    freed bigint;
+BEGIN
+    PERFORM pgtrickle._require_administrator('purge change buffers'); -- who stays in the transaction holds up refreshes
+    -- An old snapshot would not see what came since.
+    IF turn IS NULL OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
+       OR NOT pg_try_advisory_xact_lock(hashtextextended('pgtrickle.purge ' || stable_name, 0)) THEN
+        RETURN 0;
+    END IF;
+    -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
+    -- change from then on. If it died, its next refresh takes the claim over. One that begins after this statement
+    -- needs nothing that this statement's snapshot has seen, and so counts as one more reader with that frontier.
+    WITH readers AS (
+        SELECT s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.frontier ->> 'node' <> n.node AS starts_over,
+               s.claimed_by IS NOT NULL AS claimed, (s.frontier ->> 'snapshot')::pg_snapshot AS snapshot
+        FROM pgtrickle.pgt_dependencies AS d
+        JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+        CROSS JOIN (SELECT c.system_identifier || '/' || b.oid AS node FROM pg_control_system() AS c
+                    JOIN pg_database AS b ON b.datname = current_database()) AS n
+        WHERE d.source_stable_name = stable_name
+        UNION ALL
+        SELECT false, false, pg_current_snapshot()
+    )
+    SELECT bool_or(starts_over AND claimed) AS filling,
+           min(pg_snapshot_xmax(snapshot)::text::bigint) FILTER (WHERE NOT starts_over) AS bound,
+           ARRAY(SELECT DISTINCT xid::text::bigint FROM readers AS r CROSS JOIN pg_snapshot_xip(r.snapshot) AS xid
+                 WHERE NOT r.starts_over) AS running
+    INTO known FROM readers;
+    IF known.filling THEN
+        RETURN 0;
+    END IF;
+    DELETE FROM pgtrickle_changes.pgt_markers
+    WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
+    DELETE FROM pgtrickle_changes.pgt_activity
+    WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
+
+    written := 2 - coalesce(pg_sequence_last_value(turn), 1) % 2;
+    freed := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running);
+    IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
+        PERFORM setval(turn, 3 - written); -- at once and for everybody, whatever becomes of this transaction
+        freed := freed + pgtrickle._empty_buffer(parts[written], known.bound, known.running);
+    END IF;
+    RETURN freed;
+EXCEPTION WHEN lock_not_available THEN
+    RETURN 0;
+END
+$$;

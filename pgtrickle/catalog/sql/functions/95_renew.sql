@@ -1,0 +1,22 @@
+-- After an upgrade: capture functions as this release writes them. Only where the source still has the columns and types
+-- that its buffer was made for: the others leave markers until _retrack() fits the buffer, and go on doing so. A column
+-- that is altered at this moment is noticed as always, when the function runs.
+CREATE OR REPLACE FUNCTION pgtrickle._renew_capture() RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pgtrickle._write_capture_function(
+        t.source_stable_name,
+        pgtrickle._capture_body(t.source_relid, t.source_stable_name, t.tracked_columns, t.capture_kind))
+    FROM pgtrickle.pgt_change_tracking AS t
+    JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+    JOIN pg_class AS c ON c.oid = t.source_relid
+    WHERE p.prosrc <> pgtrickle._inert_body()
+      AND t.tracked_columns = pgtrickle._stored_columns(t.source_relid, t.tracked_columns)
+      AND NOT EXISTS (
+          SELECT FROM unnest(t.tracked_columns) AS number
+          JOIN pg_attribute AS b ON b.attrelid = t.buffer_relid AND b.attname = 'c' || number AND NOT b.attisdropped
+          WHERE pgtrickle._buffer_type(t.buffer_relid, b.attnum) <> pgtrickle._buffer_type(t.source_relid, number))
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
+
+SELECT pgtrickle._renew_capture();
