@@ -219,7 +219,7 @@ class Database:
     def refresh(self, name: str | Sequence[str]) -> list[RefreshResult]:
         """Bring one or several stream tables up to date, in one Spark job."""
         names = [name] if isinstance(name, str) else list(name)
-        return self.engine.refresh([self.id_of(item) for item in names])
+        return self.engine.refresh(self._ids_of(names))
 
     def refresh_all(self) -> list[RefreshResult]:
         """Bring every stream table of the database up to date."""
@@ -265,12 +265,18 @@ class Database:
             ).fetchall()
 
     def id_of(self, name: str) -> int:
+        return self._ids_of([name])[0]
+
+    def _ids_of(self, names: Sequence[str]) -> list[int]:
         require_installed(self.conn)
-        row = self.conn.execute("SELECT pgtrickle._find(%s)", (name,)).fetchone()
-        if row is None or row[0] is None:
-            known = ", ".join(table.name for table in self.stream_tables()) or "none"
-            raise StreamTableNotFoundError(f"there is no stream table {name}", f"Stream tables here: {known}.")
-        return int(row[0])
+        found = self.conn.execute(
+            "SELECT n, pgtrickle._find(n) FROM unnest(%s::text[]) WITH ORDINALITY AS u(n, i) ORDER BY i", (list(names),)
+        ).fetchall()
+        for name, id_ in found:
+            if id_ is None:
+                known = ", ".join(table.name for table in self.stream_tables()) or "none"
+                raise StreamTableNotFoundError(f"there is no stream table {name}", f"Stream tables here: {known}.")
+        return [id_ for _, id_ in found]
 
     @staticmethod
     def _public(row: StreamTableRow) -> StreamTable:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
@@ -27,7 +26,7 @@ def bring_up_to_date(
     """Refresh stream tables, given as name and id."""
     if not local and (not _may_refresh(database.conn) or service_seen(database.conn)):
         return _ask_service(database.conn, tables)
-    with quiet_jvm(), RefreshProgress(len(tables)) as progress, claims_given_back(database):
+    with quiet_jvm(), RefreshProgress(len(tables)) as progress:
         database.engine.on_step = progress.step
         return database.engine.refresh(list(tables.values()), initiated_by)
 
@@ -35,21 +34,6 @@ def bring_up_to_date(
 def service_seen(conn: psycopg.Connection[Any]) -> bool:
     """Whether a service was there lately; false too for roles that cannot know."""
     return _may_refresh(conn) and bool(_value(conn, SERVICE_SEEN))
-
-
-@contextmanager
-def claims_given_back(database: Database) -> Iterator[None]:
-    """Give stream tables back when a signal ends the refresh: nobody else could refresh them before the lease ends."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        # The connection may be in the middle of a statement, or closed.
-        with psycopg.connect(database.conn.info.dsn, password=database.conn.info.password, autocommit=True) as conn:
-            conn.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL WHERE claimed_by = %s",
-                (database.engine.service_id,),
-            )
-        raise
 
 
 def _may_refresh(conn: psycopg.Connection[Any]) -> bool:

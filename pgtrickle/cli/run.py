@@ -28,14 +28,13 @@ def run(dsn: str | None, once: bool) -> None:
     schedules and many databases come with the next one.
     """
     from pgtrickle.catalog.install import require_installed
-    from pgtrickle.cli.refreshing import claims_given_back
     from pgtrickle.cli.serving import Presence, serve_requests
     from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
 
     stop_on_signals()
     with open_database(dsn) as database:
         require_installed(database.conn)
-        with quiet_jvm(), RefreshProgress(1) as progress, claims_given_back(database), Presence(database):
+        with quiet_jvm(), RefreshProgress(1) as progress, Presence(database):
             database.engine.on_step = progress.step
             if once:
                 served = serve_requests(database)

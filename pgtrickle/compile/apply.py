@@ -94,7 +94,7 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
         f" up AS (INSERT INTO {state} AS s ({both}) SELECT {both} FROM d"
         f" ON CONFLICT {conflict} DO UPDATE SET {added}, known = true RETURNING {both}, known),"
         f" old AS ({old}),"
-        f" z AS MATERIALIZED ({z}){_change(target)}"
+        f" z AS MATERIALIZED ({z}){_change(target, ', (SELECT count(*) FROM up WHERE n = 0)')}"
     )
 
 
@@ -156,11 +156,12 @@ def _row_id(target: Target) -> str:
     return f"pgtrickle._row_id(ROW({printed})::text)"
 
 
-def _change(target: Target) -> str:
-    return _change_by_key(target) if target.key is not None else _change_by_row(target)
+def _change(target: Target, more: str = "") -> str:
+    """The rest of the statement: what it does with z, and the counts it gives back, `more` among them."""
+    return _change_by_key(target, more) if target.key is not None else _change_by_row(target, more)
 
 
-def _change_by_key(target: Target) -> str:
+def _change_by_key(target: Target, more: str) -> str:
     assert target.key is not None
     ids = {column.name: ident(column.id) for column in target.columns}
     keys = [ids[name] for name in target.key]
@@ -182,7 +183,8 @@ def _change_by_key(target: Target) -> str:
             f" del AS (DELETE FROM {target.table} WHERE NOT EXISTS (SELECT FROM p) AND EXISTS (SELECT FROM z) RETURNING 1),"
             f" upd AS (UPDATE {target.table} SET {fresh} FROM p RETURNING 1),"
             f" ins AS (INSERT INTO {target.table} ({names}) SELECT {values} FROM p, there WHERE there.n = 0 RETURNING 1)"
-            " SELECT ARRAY[(SELECT count(*) FROM ins) + (SELECT count(*) FROM upd), (SELECT count(*) FROM del), 0]"
+            " SELECT ARRAY[(SELECT count(*) FROM ins) + (SELECT count(*) FROM upd), (SELECT count(*) FROM del), 0"
+            f"{more}]"
         )
     action = f"UPDATE SET {sets}" if sets else "NOTHING"
     conflict = ", ".join(ident(name) for name in target.key)
@@ -198,11 +200,11 @@ def _change_by_key(target: Target) -> str:
     return (
         f", g AS MATERIALIZED ({gone} EXCEPT {kept}), {', '.join(deletes)},"
         f" ins AS (INSERT INTO {target.table} ({names}) {plus} ON CONFLICT ({conflict}) DO {action} RETURNING 1)"
-        f" SELECT ARRAY[(SELECT count(*) FROM ins), {deleted}, (SELECT count(*) FROM g) - ({deleted})]"
+        f" SELECT ARRAY[(SELECT count(*) FROM ins), {deleted}, (SELECT count(*) FROM g) - ({deleted}){more}]"
     )
 
 
-def _change_by_row(target: Target) -> str:
+def _change_by_row(target: Target, more: str) -> str:
     names = ", ".join(ident(column.name) for column in target.columns)
     values = ", ".join(ident(column.id) for column in target.columns)
     return (
@@ -215,5 +217,5 @@ def _change_by_row(target: Target) -> str:
         f" ins AS (INSERT INTO {target.table} ({names}, {ROW_ID}) SELECT {values}, one.row_id FROM one"
         f" JOIN net ON net.row_id = one.row_id AND net.w > 0, generate_series(1, net.w) RETURNING 1)"
         f" SELECT ARRAY[(SELECT count(*) FROM ins), (SELECT count(*) FROM del),"
-        f" (SELECT coalesce(sum(-w), 0)::bigint FROM net WHERE w < 0) - (SELECT count(*) FROM del)]"
+        f" (SELECT coalesce(sum(-w), 0)::bigint FROM net WHERE w < 0) - (SELECT count(*) FROM del){more}]"
     )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pyarrow as pa
 from psycopg import sql
-from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.apply import Target, incoming, linear_statement, resync_statement, rows_statement, state_ddl
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
@@ -39,13 +39,11 @@ def apply_delta(
     """Apply a delta (None: empty) and record the refresh."""
     started = time.monotonic()
     row = work.row
+    settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
+    settings |= {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT}
     with conn.transaction():
         _take(conn, row, work.token)
-        settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
-        set_local(
-            conn,
-            settings | {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT},
-        )
+        set_local(conn, settings)
         on_step("load")
         inserted, deleted = _write(conn, work, delta)
         if isinstance(delta, Staged):
@@ -98,7 +96,8 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: Delta | None) -> t
                 _run(conn, row, _load_state(program.linear, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
             counts = _run(conn, row, resync_statement(anything, program.linear, program.finish, state), [])
-        if program.linear.keys:
+            counts.append(0)
+        if program.linear.keys and counts[3]:
             _run(
                 conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
             )
@@ -206,31 +205,15 @@ def _record(
         "sources": [source.relid for source in work.sources],
         "signatures": [source.signature for source in work.sources],
     }
-    with conn.cursor(row_factory=dict_row) as cursor:
-        cursor.execute(
-            "UPDATE pgtrickle.pgt_stream_tables SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,"
-            " status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,"
-            " reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s, claimed_by = NULL,"
-            " claim_expires = NULL, consecutive_errors = 0, last_error = NULL, updated_at = now(),"
-            " data_version = data_version + CASE WHEN %(changed)s THEN 1 ELSE 0 END"
-            " WHERE pgt_id = %(id)s",
-            parameters,
-        )
-        cursor.execute(
+    if any(source.signature != source.known_signature for source in work.sources):
+        conn.execute(
             "UPDATE pgtrickle.pgt_dependencies d SET capture_signature = s.signature"
             " FROM unnest(%(sources)s::oid[], %(signatures)s::text[]) AS s(relid, signature)"
             " WHERE d.pgt_id = %(id)s AND d.source_relid = s.relid"
             " AND d.capture_signature IS DISTINCT FROM s.signature",
             parameters,
         )
-        row = cursor.execute(
-            "INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action,"
-            " initiated_by, reason, rows_in, rows_inserted, rows_updated, rows_deleted, phases, frontier)"
-            " VALUES (%(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s),"
-            " clock_timestamp(), 'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s,"
-            " %(phases)s, %(frontier)s) RETURNING refresh_id",
-            parameters,
-        ).fetchone()
+    row = conn.execute(load_query("record"), parameters).fetchone()
     assert row is not None
     return RefreshResult(
         work.row.pgt_id,
@@ -241,7 +224,7 @@ def _record(
         inserted,
         deleted,
         work.phases.seconds(),
-        row["refresh_id"],
+        row[0],
     )
 
 

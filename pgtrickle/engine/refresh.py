@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -48,10 +49,6 @@ LARGE = 64 << 20
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
-
-
-class _Outdated(PgtrickleError):
-    """The plan at hand is not for the query as it is now."""
 
 
 @dataclass
@@ -123,16 +120,15 @@ class Engine:
         return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
 
     def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> list[RefreshResult]:
-        works = self._claim(ids)
+        works: list[_Work] = []
         results: list[RefreshResult] = []
         again: list[int] = []
         try:
+            works = self._claim(ids)
             self._check_parts(works)
             self._read([work for work in works if work.error is None])
-            if retry:
-                again = [work.row.pgt_id for work in works if isinstance(work.error, _Outdated)]
             healthy = [work for work in works if work.error is None]
-            again += self._retrack(healthy) if retry else []
+            again = self._retrack(healthy) if retry else []
             again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
             self._compute([work for work in works if work.error is None and work.row.pgt_id not in again])
             for work in works:
@@ -149,9 +145,9 @@ class Engine:
                 except (psycopg.Error, PgtrickleError) as error:
                     work.error = error
         except BaseException as error:
-            self._give_up([work for work in works if not work.applied], error, initiated_by)
+            self._give_up([work for work in works if not work.applied], error, initiated_by, ids)
             raise
-        failed = [work for work in works if work.error is not None and work.row.pgt_id not in again]
+        failed = [work for work in works if work.error is not None]
         self._give_up(failed, None, initiated_by)
         self._purge([work for work in works if work.applied])
         if again:
@@ -193,13 +189,18 @@ class Engine:
             )
         return [work.row.pgt_id for work in found]
 
-    def _give_up(self, works: Sequence[_Work], cause: BaseException | None, initiated_by: str) -> None:
+    def _give_up(
+        self, works: Sequence[_Work], cause: BaseException | None, initiated_by: str, ids: Sequence[int] = ()
+    ) -> None:
         """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
-        for work in works:
-            if not self.conn.broken and not self.conn.closed:
+        if (not works and not ids) or self.conn.broken or self.conn.closed:
+            return
+        with _idle(self.conn) as conn:
+            for work in works:
                 if isinstance(work.phases.delta, Staged):
-                    work.phases.delta.drop(self.conn)
-                record_failure(self.conn, work.row, work.token, work.error or cause, initiated_by)
+                    work.phases.delta.drop(conn)
+                record_failure(conn, work.row, work.token, work.error or cause, initiated_by)
+            self._release(conn, ids)  # also of an interruption while they were being claimed
 
     def _check_parts(self, works: Sequence[_Work]) -> None:
         """Stream tables that lack a part or a right are suspended; nothing else can help them."""
@@ -221,22 +222,33 @@ class Engine:
         rows = self.rows(ids)
         taken = [row.label for row in rows if row.pgt_id not in tokens]
         if taken:
-            self.conn.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL WHERE claimed_by = %s AND pgt_id = ANY (%s)",
-                (self.service_id, list(tokens)),
-            )
+            self._release(self.conn, list(tokens))
             raise RefreshConflictError(
                 f"{', '.join(taken)} is being refreshed by another process",
                 "Wait for it to finish; if that process died, its claim ends after ten minutes.",
             )
         return [_Work(row, tokens[row.pgt_id]) for row in rows]
 
+    def _release(self, conn: psycopg.Connection[Any], ids: Sequence[int]) -> None:
+        if ids:
+            conn.execute(
+                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL"
+                " WHERE claimed_by = %s AND pgt_id = ANY (%s)",
+                (self.service_id, list(ids)),
+            )
+
     # -- cut and fetch -------------------------------------------------------------------------------------------------
 
     def _read(self, works: Sequence[_Work]) -> None:
-        """Take the cut and fetch, in its snapshot, everything the refresh needs."""
+        """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once."""
+        for work in self._read_in_cut(self._read_in_cut(works)):
+            work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
+
+    def _read_in_cut(self, works: Sequence[_Work]) -> list[_Work]:
+        """Take the cut and fetch in its snapshot; gives back the stream tables whose plan was not for their query."""
+        outdated: list[_Work] = []
         if not works:
-            return
+            return outdated
         begin = time.monotonic()
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
         for pgt_id, (_, shape) in self._shapes(unknown).items() if unknown else ():
@@ -254,16 +266,11 @@ class Engine:
                 work.frontier = Frontier(cut.node, cut.snapshot, meaning)
                 work.compiled = self.programs.known(work.row.pgt_id)
                 assert work.compiled is not None
-                _check_key(work)
                 work.cut_time = cut.time
                 work.sources = sources[work.row.pgt_id]
                 if work.compiled.shape != shape:
                     self.programs.forget(work.row.pgt_id)
-                    work.error = _Outdated(
-                        f"a source of {work.row.label} was altered during the refresh", "Refresh again."
-                    )
-                    continue
-                if work.error is not None:
+                    outdated.append(work)
                     continue
                 self._attempt(work, partial(self._prepare, work, cut, media))
             prepared = time.monotonic()
@@ -278,12 +285,12 @@ class Engine:
                 work.phases.plan = (planned - begin + prepared - cut_done) / len(works)
                 work.phases.cut = (cut_done - planned) / len(works)
             self.on_step("fetch")
+        return outdated
 
     def _attempt(self, work: _Work, step: Callable[[], None]) -> None:
         """A step that concerns one stream table only; the others go on without it."""
         try:
-            with self.conn.transaction():
-                step()
+            step()
         except (psycopg.Error, PgtrickleError) as error:
             if self.conn.broken or self.conn.closed:
                 raise
@@ -304,6 +311,7 @@ class Engine:
         row = work.row
         assert work.compiled is not None
         assert work.frontier is not None
+        _check_key(work)
         work.decision = decide(row, work.compiled, work.sources, work.frontier)
         work.job = self._job(work)
         if work.job is None:
@@ -338,14 +346,18 @@ class Engine:
 
     def _fetch(self, work: _Work, exported: str) -> None:
         assert work.job is not None
-        set_local(self.conn, work.settings)
         if work.large is not None:
-            work.rows_in, work.into_empty = work.large.fetch(work.job, self._reader(work), _window(work), exported)
+            with self.conn.transaction():
+                set_local(self.conn, work.settings)
+                work.rows_in, work.into_empty = work.large.fetch(work.job, self._reader(work), _window(work), exported)
             return
         assert work.fetcher is not None
         medium = work.fetcher.medium
         assert isinstance(medium, InMemory)
-        work.tables = work.job.fetch(work.fetcher)
+        with self.conn.transaction() if work.fetcher.missing else nullcontext():
+            if work.fetcher.missing:
+                set_local(self.conn, work.settings)
+            work.tables = work.job.fetch(work.fetcher)
         parts = {fragment: medium.part_of(table) for fragment, table in work.tables.items()}
         work.parts = {fragment: part for fragment, part in parts.items() if part is not None}
         work.rows_in = sum(table.num_rows for table in work.tables.values())
@@ -390,7 +402,8 @@ class Engine:
             return rows_job(change, program.core.columns, placement)
         if program is not None and program.linear is not None:
             return state_job(program.linear, placement)
-        storage = Analysis(self.conn).relations(work.row.relid)
+        with self.conn.transaction():
+            storage = Analysis(self.conn).relations(work.row.relid)
         return full_job(work.compiled, next(iter(storage.values())), placement)
 
     # -- Spark and apply -----------------------------------------------------------------------------------------------
@@ -464,6 +477,19 @@ class Engine:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
 
 
+@contextmanager
+def _idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
+    """The connection, or one like it where an interruption left it in the middle of a statement."""
+    if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
+        yield conn
+        return
+    dsn, password = conn.info.dsn, conn.info.password or None
+    conn.cancel_safe(timeout=5)
+    conn.close()
+    with psycopg.connect(dsn, password=password, autocommit=True) as other:
+        yield other
+
+
 def _window(work: _Work) -> Snapshot | None:
     known = Frontier.from_json(work.row.frontier)
     return known.snapshot if known is not None else None
@@ -475,7 +501,7 @@ def _check_key(work: _Work) -> None:
     stored = work.row.key_columns
     if stored is None or program is None or (program.key is not None and set(program.key) <= set(stored)):
         return
-    work.error = PgtrickleError(
+    raise PgtrickleError(
         f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
         "The query or the key of a source was changed. Drop the stream table and create it again.",
     )

@@ -93,6 +93,25 @@ def test_a_zombie_whose_claim_was_taken_over_writes_nothing(
     assert_equal_to_query(conn, "totals", TOTALS)
 
 
+def test_ctrl_c_in_the_middle_of_a_statement_gives_the_stream_table_back(
+    database: TestDatabase, db: pgtrickle.Database, conn: Connection
+) -> None:
+    db.create_stream_table("totals", TOTALS)
+
+    def interrupt(name: str) -> None:
+        if name == "commit":
+            interrupted.conn.pgconn.send_query(b"SELECT pg_sleep(600)")
+            raise KeyboardInterrupt
+
+    with pgtrickle.connect(database.dsn, on_step=interrupt) as interrupted:
+        conn.execute("UPDATE item SET val = val + 1 WHERE grp = 2")
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.refresh("totals")
+    assert conn.execute("SELECT claimed_by FROM pgtrickle.pgt_stream_tables").fetchall() == [(None,)]
+    db.refresh("totals")
+    assert_equal_to_query(conn, "totals", TOTALS)
+
+
 def test_a_claim_is_not_taken_over_during_the_apply(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:

@@ -12,7 +12,8 @@ SELECT d.pgt_id,
        d.capture_signature AS known_signature,
        t.signature,
        b.relname AS buffer,
-       coalesce(pg_relation_size(b.oid), 0) AS buffered,
+       coalesce(pg_relation_size(b.oid), 0)
+           + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits h WHERE h.inhparent = b.oid), 0)::bigint AS buffered,
        t.source_stable_name AS stable_name,
        c.oid IS NOT NULL AS present
 FROM pgtrickle.pgt_dependencies d
