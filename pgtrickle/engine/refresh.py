@@ -317,6 +317,8 @@ class Engine:
         plan, columns = whole_view(work.compiled.view)
         on_spark = placement == "spark" and program is not None
         if on_spark and program is not None:
+            if program.finish:
+                return rows_job(program.core, program.core.columns, placement)
             plan, columns = program.plan, program.output
         storage = Analysis(self.conn).relations(work.row.relid)
         return full_job(plan, columns, next(iter(storage.values())), placement, query=on_spark)

@@ -10,6 +10,7 @@ BOOL, TEXT, VARCHAR, BPCHAR, NAME = 16, 25, 1043, 1042, 19
 NUMERIC, FLOAT4, FLOAT8 = 1700, 700, 701
 DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA = 1082, 1114, 1184, 2950, 17
 XID8, OID, INET, MACADDR, TIME = 5069, 26, 869, 829, 1083
+INTERVAL, RECORD = 1186, 2249
 
 INTEGERS = frozenset({INT2, INT4, INT8})
 _STRINGS = frozenset({TEXT, VARCHAR, NAME})
@@ -72,7 +73,7 @@ class PgType:
         """A text can be computed in PostgreSQL that is equal exactly for equal values."""
         return (
             self.text_is_identity
-            or self.oid in {NUMERIC, FLOAT4, FLOAT8}
+            or self.oid in {NUMERIC, FLOAT4, FLOAT8, INTERVAL}
             or (self.oid == BPCHAR and self.deterministic)
         )
 
