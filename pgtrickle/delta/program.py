@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pgtrickle.delta.differentiate import differentiate
 from pgtrickle.delta.keys import key_columns
 from pgtrickle.delta.linear import Linear, linear_form
+from pgtrickle.delta.prints import check_prints
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.query.bind import Binder
 from pgtrickle.query.normalise import normalise
@@ -56,7 +57,7 @@ def build_program(text: str, binder: Binder) -> Program:
     if change is None:
         raise Unsupported("the query reads no table")
     if key is None:
-        _check_digits(core)
+        check_prints(plan)
     _check_size(change)
     return Program(output, plan, core, finish, key, linear, change)
 
@@ -68,17 +69,6 @@ def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:
         steps.append(plan)
         plan = plan.input
     return plan, tuple(reversed(steps))
-
-
-def _check_digits(plan: Plan) -> None:
-    """Rows without a key are found by what they print; a float sum prints otherwise after every change of order."""
-    for node in _walk(plan):
-        if isinstance(node, Aggregate) and any(column.type.is_float for column, _ in node.calls):
-            raise Unsupported(
-                "the digits of a float aggregate depend on the order of its rows, and the result has no key to find"
-                " its rows by: add the GROUP BY columns to the output",
-                node.calls[0][1],
-            )
 
 
 def _check_size(change: Plan) -> None:

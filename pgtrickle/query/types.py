@@ -18,6 +18,12 @@ _COMPARABLE = INTEGERS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ}
 # Equal values of these types have one text (settings fixed), so their text can stand for them as a key.
 _IDENTITY = INTEGERS | _STRINGS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA, XID8, OID, MACADDR, TIME}
 
+# These print alike too, though a cast to text is not how they are compared.
+_ONE_TEXT = frozenset({INET})
+_PLAIN_ARRAYS = frozenset(
+    {"smallint[]", "integer[]", "bigint[]", "text[]", "boolean[]", "date[]", "uuid[]", "character varying[]"}
+)
+
 # Values in flight: `text` is what PostgreSQL prints; `key` is a text equal for equal values; `native` is a number.
 Form = Literal["text", "key", "native"]
 
@@ -67,6 +73,12 @@ class PgType:
         if self.oid in _STRINGS:
             return self.deterministic
         return self.is_enum or self.oid in _IDENTITY
+
+    @property
+    def prints_alike(self) -> bool:
+        """Equal values have equal texts; other than with an identity, the text alone need not tell values apart."""
+        fixed = self.typmod >= 0 and self.oid in {NUMERIC, BPCHAR}
+        return self.text_is_identity or fixed or self.oid in _ONE_TEXT or (self.is_array and self.name in _PLAIN_ARRAYS)
 
     @property
     def has_key(self) -> bool:

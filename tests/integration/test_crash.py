@@ -17,7 +17,7 @@ from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import RefreshConflictError
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
-from tests.support.killable import RUNNING_JOB, stopped_at
+from tests.support.killable import RUNNING_JOB, StoppedRefresh, is_dead, stopped_at
 from tests.support.oracle import assert_equal_to_query, fetch_multiset
 
 Connection = psycopg.Connection[Any]
@@ -100,15 +100,9 @@ def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
         frontiers = _frontiers(conn)
         with stopped_at(crash_database.dsn, step, *QUERIES) as child:
             _change(conn, number * 10 + 1)  # writers go on while the refresh stands still
-            job = child.frozen_job() if step == RUNNING_JOB else None
-            if job is not None:
-                # Spark was at work, cannot have finished since, and nothing after Spark has begun.
-                assert job.active_tasks > 0
-                assert psutil.Process(job.jvm).status() == psutil.STATUS_STOPPED
-                assert job.step == "spark"
+            if step == RUNNING_JOB:
+                _kill_in_job(child)
             child.kill()
-        if job is not None:
-            assert not psutil.pid_exists(job.jvm) or psutil.Process(job.jvm).status() == psutil.STATUS_ZOMBIE
         _await_no_backend(conn)
         after = {name: fetch_multiset(conn, f"SELECT * FROM {name}") for name in QUERIES}
         if step == "committed":  # of the first stream table; the others had not begun
@@ -124,6 +118,17 @@ def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
         actions = {result.action for result in db.refresh_all()}
         _assert_exact(conn)
         assert actions == {"DIFFERENTIAL"}
+
+
+def _kill_in_job(child: StoppedRefresh) -> None:
+    """Kill a child of which is proven: Spark was at work, cannot have finished since, and nothing after it has begun."""
+    job = child.frozen_job()
+    jvm = psutil.Process(job.jvm)
+    assert job.active_tasks > 0
+    assert jvm.status() == psutil.STATUS_STOPPED
+    assert job.step == "spark"
+    child.kill()
+    assert is_dead(jvm)
 
 
 def _await_no_backend(conn: Connection) -> None:

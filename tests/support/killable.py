@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,11 +124,28 @@ class StoppedRefresh:
     def kill(self) -> None:
         """SIGKILL for the child and its JVM; nothing of it can clean up."""
         if self._process.poll() is None:
+            family = psutil.Process(self._process.pid).children(recursive=True)
             os.killpg(self._process.pid, signal.SIGKILL)
+            _await_death(family)
         self._process.wait(_TIMEOUT)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None and not stream.closed:
                 stream.close()
+
+
+def is_dead(process: psutil.Process) -> bool:
+    """Gone, or waiting to be reaped by whoever adopted it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _await_death(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + _TIMEOUT
+    while not all(map(is_dead, processes)):
+        assert time.monotonic() < deadline, f"killed, but still there: {processes}"
+        time.sleep(0.01)
 
 
 @contextmanager
