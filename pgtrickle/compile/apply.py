@@ -108,7 +108,17 @@ def _valued(source: str, linear: Linear, weight: int) -> str:
 def resync_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str) -> str:
     """Make the stream table what the groups' state says."""
     alive = " WHERE n > 0" if linear.keys else ""
-    new = finished(_valued(f"SELECT * FROM {state}{alive}", linear, 1), steps)
+    return _replacement(target, finished(_valued(f"SELECT * FROM {state}{alive}", linear, 1), steps))
+
+
+def replace_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
+    """Make the stream table what the core's rows say, all of which are given."""
+    rows = incoming([(column.id, column.type.name) for column in core], relation)
+    return _replacement(target, finished(rows, steps))
+
+
+def _replacement(target: Target, new: str) -> str:
+    """Apply the difference between the rows that shall be there and those that are."""
     names = ", ".join(f"{ident(column.name)} AS {ident(column.id)}" for column in target.columns)
     stored = f"SELECT -1::bigint AS w, {names} FROM {target.table}"
     ids = ", ".join(ident(column.id) for column in target.columns)

@@ -7,8 +7,9 @@ from typing import Literal
 
 from sqlglot import exp
 
+from pgtrickle.compile.sink import sink
 from pgtrickle.compile.spark_aggregates import forms_needed
-from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions
+from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions, constant
 from pgtrickle.delta.outer import outer_as_union
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.query.plan import (
@@ -26,6 +27,7 @@ from pgtrickle.query.plan import (
     UnionAll,
     Values,
     Version,
+    inputs_of,
     scanning,
     scans_of,
 )
@@ -63,9 +65,12 @@ class Placer:
             case KeyFilter(input=child):
                 return self.place(child)
             case Project(input=child, items=items):
-                for _, value in items:
-                    if not isinstance(value, exp.Column) and not is_null(value):
-                        raise NotOnSpark(f"{value.sql(dialect='postgres')} reads several sources")
+                foreign = [value for _, value in items if not isinstance(value, exp.Column) and constant(value) is None]
+                if foreign:
+                    sunk = sink(plan) if self.placement == "spark" or not _has_outer_join(child) else None
+                    if sunk is None:
+                        raise NotOnSpark(f"{foreign[0].sql(dialect='postgres')} reads several sources")
+                    return self.place(sunk)
                 return Project(self.place(child), items)
             case UnionAll(inputs=inputs, columns=columns):
                 return UnionAll(tuple(self.place(child) for child in inputs), columns)
@@ -109,6 +114,6 @@ class Placer:
         SparkExpressions({column.id: column for column in columns}).condition(condition)
 
 
-def is_null(value: exp.Expression) -> bool:
-    """A NULL with a type, as the padded side of an outer join has."""
-    return isinstance(value, exp.Cast) and isinstance(value.this, exp.Null)
+def _has_outer_join(plan: Plan) -> bool:
+    """Whether the state of an outer join is read, which `auto` leaves to PostgreSQL."""
+    return (isinstance(plan, Join) and plan.kind != "inner") or any(map(_has_outer_join, inputs_of(plan)))

@@ -33,7 +33,19 @@ from pgtrickle.query.plan import (
     Version,
     at_version,
 )
-from pgtrickle.query.types import BOOL, BPCHAR, DATE, FLOAT4, FLOAT8, NUMERIC, TIMESTAMP, TIMESTAMPTZ, Form, PgType
+from pgtrickle.query.types import (
+    BOOL,
+    BPCHAR,
+    DATE,
+    FLOAT4,
+    FLOAT8,
+    INTERVAL,
+    NUMERIC,
+    TIMESTAMP,
+    TIMESTAMPTZ,
+    Form,
+    PgType,
+)
 
 CHANGES_SCHEMA = "pgtrickle_changes"
 DATE_EPOCH = "'2000-01-01'"
@@ -69,6 +81,8 @@ def form_sql(name: str, type_: PgType, form: Form) -> str:
             return f"trim_scale({name})::text"
         if type_.oid in {FLOAT4, FLOAT8}:
             return f"({name} + 0)::text"  # -0 becomes 0
+        if type_.oid == INTERVAL:
+            return _interval_key(name)
         return f"({name})::text"
     if type_.oid == DATE:
         return (
@@ -84,6 +98,15 @@ def form_sql(name: str, type_: PgType, form: Form) -> str:
         # NaN is greater than every number, as one beyond the type's range is.
         return f"CASE WHEN {name} = 'NaN' THEN {decimal_nan(type_)} ELSE {name} END"
     return name if type_.oid == BOOL else f"({name})::bigint"
+
+
+def _interval_key(name: str) -> str:
+    """Intervals are equal if their seconds are, with days of 24 hours and months of 30 days."""
+    months = f"extract(year FROM {name}) * 12 + extract(month FROM {name})"
+    days = f"(({months}) * 30 + extract(day FROM {name}))"
+    hours = f"({days} * 24 + extract(hour FROM {name}))"
+    seconds = f"({hours} * 60 + extract(minute FROM {name})) * 60 + extract(second FROM {name})"
+    return f"CASE WHEN isfinite({name}) THEN trim_scale({seconds})::text ELSE ({name})::text END"
 
 
 def form_type(type_: PgType, form: Form) -> str:

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from sqlglot import exp
 
-from pgtrickle.compile.place import is_null
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark_aggregates import call_sql, forms_needed
-from pgtrickle.compile.spark_expressions import SparkExpressions
+from pgtrickle.compile.spark_expressions import SparkExpressions, constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -117,8 +116,7 @@ class _SparkCompiler:
                 below.add((source, form))
                 items[form_name(column, form)] = form_name(source, form)
             else:
-                assert is_null(value)
-                items[form_name(column, form)] = f"CAST(NULL AS {spark_type(column.type, form)})"
+                items[form_name(column, form)] = f"CAST({constant(value)} AS {spark_type(column.type, form)})"
         rows = self.rows(plan.input, frozenset(below))
         if rows is None:
             return None
@@ -196,9 +194,10 @@ class _SparkCompiler:
             if column.id not in keys:
                 items[name] = call_sql(plan, calls[column.id], column, form)
             else:
-                items[name] = name if name == form_name(column, "text") else f"max({name})"
+                # Of equal values that print differently, the same one whenever the group is computed.
+                items[name] = name if name == form_name(column, "key") else f"min({name})"
         parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
-        grouped = [form_name(key, "text") for key in plan.keys]
+        grouped = [form_name(key, "key") for key in plan.keys]
         group = f" GROUP BY {', '.join(grouped)}" if grouped else ""
         if rows is None:
             nothing = "".join(

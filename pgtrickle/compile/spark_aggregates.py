@@ -15,9 +15,9 @@ def forms_needed(plan: Aggregate) -> list[tuple[Column, Form]]:
     """Which forms of the input's columns the aggregation reads on Spark; raises NotOnSpark where it cannot run there."""
     forms: list[tuple[Column, Form]] = []
     for key in plan.keys:
-        if not key.type.text_is_identity:
+        if not key.type.has_key:
             raise NotOnSpark(f"equal values of {key.type.name} can print differently, PostgreSQL groups them")
-        forms.append((key, "text"))
+        forms += [(key, "key"), (key, "text")]
     for _, call in plan.calls:
         forms += _call(plan, call)[1]
     return forms

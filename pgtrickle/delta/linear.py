@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from sqlglot import exp
 
 from pgtrickle.query.conditions import cast_to, unwrap
-from pgtrickle.query.normalise import NewColumn, TypesOf
-from pgtrickle.query.plan import Aggregate, Column, Plan, Project
+from pgtrickle.query.plan import Aggregate, Column, NewColumn, Plan, Project, TypesOf
 from pgtrickle.query.types import INT8, NUMERIC, PgType
 
 BIGINT = PgType(INT8, -1, "bigint")
@@ -110,14 +109,14 @@ def _without_filter(argument: exp.Expression) -> exp.Expression:
 def _argument(
     value: exp.Expression, type_: PgType, new_column: NewColumn, items: list[tuple[Column, exp.Expression]]
 ) -> Argument:
-    nan: exp.Expression = cast_to(exp.null(), "bigint")
+    nan = cast_to(exp.null(), "bigint")
     plain = value
     if type_.oid == NUMERIC:
         is_nan = exp.EQ(this=exp.Paren(this=value.copy()), expression=_nan())
-        nan = exp.Case().when(is_nan, exp.Literal.number(1))
+        nan = cast_to(exp.Case().when(is_nan, exp.Literal.number(1)), "bigint")
         plain = exp.Anonymous(this="nullif", expressions=[value.copy(), _nan()])
     argument = Argument(new_column("value", type_), new_column("nan", BIGINT))
-    items += [(argument.value, plain), (argument.nan, cast_to(nan, "bigint"))]
+    items += [(argument.value, plain), (argument.nan, nan)]
     return argument
 
 

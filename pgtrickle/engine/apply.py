@@ -12,7 +12,15 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.compile.apply import Target, incoming, linear_statement, resync_statement, rows_statement, state_ddl
+from pgtrickle.compile.apply import (
+    Target,
+    incoming,
+    linear_statement,
+    replace_statement,
+    resync_statement,
+    rows_statement,
+    state_ddl,
+)
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
@@ -101,6 +109,13 @@ def _write(conn: psycopg.Connection[Any], work: _Work, delta: Delta | None) -> t
             _run(
                 conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
             )
+    elif decision.action != "DIFFERENTIAL" and row.placement == "spark" and program is not None and program.finish:
+        if delta is None:  # nothing shall be there; what is must go
+            delta = pa.table({name: pa.array([], pa.string()) for name in ("w", *(c.id for c in program.core.columns))})
+            loaded = load(conn, delta, None)
+        target = Target(table, program.output, key)
+        statement = replace_statement(target, program.core.columns, program.finish, loaded.relation)
+        counts = _run(conn, row, statement, loaded.arrays)
     elif delta is None:
         return 0, 0
     elif decision.action == "DIFFERENTIAL":

@@ -25,7 +25,7 @@ from pgtrickle.query.plan import (
     Scan,
     UnionAll,
 )
-from pgtrickle.query.types import PgType
+from pgtrickle.query.types import INT8, PgType
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,17 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     sums = ["sum(w) AS n"]
     for i, argument in enumerate(linear.arguments):
         value, nan = form_name(argument.value, "native"), form_name(argument.nan, "native")
-        values |= {(argument.value, "native"), (argument.nan, "native")}
-        scale = argument.value.type.scale or 0
-        sums += [
-            f"sum(IF({value} IS NULL AND {nan} IS NULL, 0, w)) AS count{i}",
-            f"coalesce(sum(CAST({value} AS DECIMAL(38,{scale})) * CAST(w AS DECIMAL(10,0))), 0) AS sum{i}",
-            f"sum(IF({nan} IS NULL, 0, w)) AS nan{i}",
-        ]
+        values.add((argument.value, "native"))
+        if argument.value.type.is_integer:  # never NaN
+            product = f"{value} * w" if argument.value.type.oid != INT8 else f"CAST({value} AS DECIMAL(38,0)) * w"
+            count, count_nan = f"sum(IF({value} IS NULL, 0, w))", "CAST(0 AS BIGINT)"
+        else:
+            values.add((argument.nan, "native"))
+            scale = argument.value.type.scale or 0
+            product = f"CAST({value} AS DECIMAL(38,{scale})) * CAST(w AS DECIMAL(10,0))"
+            count = f"sum(IF({value} IS NULL AND {nan} IS NULL, 0, w))"
+            count_nan = f"sum(IF({nan} IS NULL, 0, w))"
+        sums += [f"{count} AS count{i}", f"coalesce(sum({product}), 0) AS sum{i}", f"{count_nan} AS nan{i}"]
     group = f" GROUP BY {', '.join(form_name(key, 'text') for key in linear.keys)}" if linear.keys else ""
     names = [name for name, _ in linear.state_columns]
     columns = [*(f"k{i}" for i in range(len(linear.keys))), *names]

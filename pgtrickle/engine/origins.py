@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.place import is_null
+from pgtrickle.compile.spark_expressions import constant
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.query.plan import (
     Aggregate,
@@ -58,8 +58,8 @@ def _trace(plan: Plan, column: Column) -> list[Origin] | None:
             value = next(value for item, value in items if item.id == column.id)
             if isinstance(value, exp.Column):
                 return _trace(child, next(item for item in child.columns if item.id == value.name))
-            # The padded side of an outer join: its one value is NULL.
-            return [Origin(Values((column,), ((value,),)), column)] if is_null(value) else None
+            # A constant, as the NULL of the padded side of an outer join: its one value.
+            return [Origin(Values((column,), ((value,),)), column)] if constant(value) is not None else None
         case Join(left=left, right=right):
             side = left if column.id in {item.id for item in left.columns} else right
             return _trace(side, column)

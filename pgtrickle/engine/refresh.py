@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -281,6 +281,8 @@ class Engine:
                 started = time.monotonic()
                 if work.error is None and work.job is not None:
                     self._attempt(work, partial(self._fetch, work, exported))
+                if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
+                    self._attempt(work, partial(self._fetch_whole, work, cut, media))
                 work.phases.fetch = time.monotonic() - started + together
                 work.phases.plan = (planned - begin + prepared - cut_done) / len(works)
                 work.phases.cut = (cut_done - planned) / len(works)
@@ -308,11 +310,14 @@ class Engine:
 
     def _prepare(self, work: _Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         """Decide what the refresh does, and announce what it will read."""
-        row = work.row
         assert work.compiled is not None
         assert work.frontier is not None
         _check_key(work)
-        work.decision = decide(row, work.compiled, work.sources, work.frontier)
+        work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
+        self._announce(work, cut, media)
+
+    def _announce(self, work: _Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        row = work.row
         work.job = self._job(work)
         if work.job is None:
             return
@@ -363,6 +368,19 @@ class Engine:
         work.rows_in = sum(table.num_rows for table in work.tables.values())
         work.into_empty = work.job.stored is not None and work.tables[work.job.stored].num_rows == 0
 
+    @staticmethod
+    def _may_start_over(work: _Work) -> bool:
+        return work.decision is not None and work.decision.action == "DIFFERENTIAL" and work.row.refresh_mode == "AUTO"
+
+    def _fetch_whole(self, work: _Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        """An expression is evaluated for all changed rows, also those that the query would not have come to."""
+        assert work.decision is not None
+        reason = f"an expression fails for changed rows that the query may not reach: {work.error}"
+        work.error, work.large, work.fetcher = None, None, None
+        work.decision = replace(work.decision, action="FULL", reason=reason.splitlines()[0])
+        self._announce(work, cut, media)
+        self._fetch(work, cut.export() if work.large is not None else "")
+
     def _is_large(self, work: _Work) -> bool:
         """Whether the refresh reads more than should pass through the driver."""
         assert work.decision is not None
@@ -402,6 +420,8 @@ class Engine:
             return rows_job(change, program.core.columns, placement)
         if program is not None and program.linear is not None:
             return state_job(program.linear, placement)
+        if program is not None and program.finish and placement == "spark":
+            return rows_job(program.core, program.core.columns, placement)
         with self.conn.transaction():
             storage = Analysis(self.conn).relations(work.row.relid)
         return full_job(work.compiled, next(iter(storage.values())), placement)

@@ -7,36 +7,38 @@ know it. So the lower it stands the better.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sqlglot import exp
 
-from pgtrickle.query.conditions import conjunction, conjuncts
+from pgtrickle.query.arguments import compute_arguments
+from pgtrickle.query.conditions import conjunction, conjuncts, unwrap
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
     Exists,
     Filter,
     Join,
+    NewColumn,
     Plan,
     Project,
     Scan,
+    TypesOf,
     UnionAll,
     Values,
+    rebuild,
     used_ids,
 )
-from pgtrickle.query.types import PgType
+from pgtrickle.query.types import RECORD
 from pgtrickle.query.unsupported import Unsupported
-
-NewColumn = Callable[[str, PgType], Column]
-TypesOf = Callable[[Iterable[Column], list[exp.Expression]], list[PgType]]
 
 
 def normalise(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
     """The plan with filters and expressions pushed down, join keys as columns, and unused columns removed."""
     plan = _push_filters(plan, [])
-    plan = _key_joins(plan, new_column, types_of)
+    plan = _compute_operands(plan, new_column, types_of)
+    plan = compute_arguments(plan, new_column, types_of)
     plan = _push_items(plan)
     plan = prune(plan, {column.id for column in plan.columns})
     check_scopes(plan)
@@ -114,44 +116,107 @@ def _filtered(plan: Plan, parts: list[exp.Expression]) -> Plan:
     return Filter(plan, conjunction(parts)) if parts else plan
 
 
-def _key_joins(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
-    """Both sides of an equality in a join become columns, so that a lookup by key is a lookup by column."""
-    plan = _rebuild(plan, lambda child: _key_joins(child, new_column, types_of))
-    if not isinstance(plan, Join | Exists):
+def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
+    """What a condition computes from one input becomes a column of that input.
+
+    So a lookup by key is a lookup by column, and whoever tests the condition need not know the expression.
+    """
+    plan = rebuild(plan, lambda child: _compute_operands(child, new_column, types_of))
+    sides: list[Plan]
+    match plan:
+        case Join(left=left, right=right, condition=condition) | Exists(left=left, right=right, condition=condition):
+            sides = [left, right]
+        case Filter(input=Join(kind="left" | "right") | Exists() as child, condition=condition):
+            sides = [child]
+        case _:
+            return plan
+    before = list(sides)
+
+    def as_column(value: exp.Expression, *, anywhere: bool) -> exp.Expression:
+        reads = used_ids(value)
+        for i, side in enumerate(sides):
+            home = _home(side, reads) if reads and reads <= _ids(side) else None
+            if home is None and anywhere and reads and reads <= _ids(side):
+                home = side
+            if home is not None:
+                type_ = types_of(home.columns, [value])[0]
+                if type_.oid == RECORD:  # a row without a type of its own can be compared, but not looked up
+                    return value
+                column = new_column("key", type_)
+                sides[i] = _with_column(side, home, column, value)
+                return column.ref()
+        return value
+
+    def operand(node: exp.Expression) -> exp.Expression:
+        node = unwrap(node)
+        return node if isinstance(node, exp.Column) else as_column(node, anywhere=len(sides) > 1)
+
+    def rewrite(node: exp.Expression) -> exp.Expression:
+        node = unwrap(node)
+        if isinstance(node, exp.Column) or (isinstance(node, exp.Is) and isinstance(unwrap(node.this), exp.Column)):
+            return node
+        whole = as_column(node, anywhere=False)
+        if whole is not node:
+            return whole
+        if isinstance(node, exp.And | exp.Or):
+            return type(node)(this=_wrapped(rewrite(node.this)), expression=_wrapped(rewrite(node.expression)))
+        if isinstance(node, exp.Not):
+            return exp.Not(this=_wrapped(rewrite(node.this)))
+        if type(node) in _COMPARISONS:
+            return type(node)(this=operand(node.this), expression=operand(node.expression))
+        return node
+
+    computed = conjunction([rewrite(part) for part in conjuncts(condition)])
+    if all(side is old for side, old in zip(sides, before, strict=True)):
         return plan
-    left, right = plan.left, plan.right
-    parts = []
-    for part in conjuncts(plan.condition):
-        if isinstance(part, exp.EQ):
-            sides = [part.this, part.expression]
-            if used_ids(sides[0]) <= _ids(right) and used_ids(sides[1]) <= _ids(left):
-                sides.reverse()
-            reads = [used_ids(side) for side in sides]
-            if all(reads) and reads[0] <= _ids(left) and reads[1] <= _ids(right):
-                left, key = _as_column(left, sides[0], new_column, types_of)
-                right, other = _as_column(right, sides[1], new_column, types_of)
-                part = exp.EQ(this=key, expression=other)
-        parts.append(part)
-    condition = conjunction(parts)
-    if isinstance(plan, Exists):
-        kept = Exists(left, right, condition, plan.mark)
-        return kept if left is plan.left else _only(kept, (*plan.left.columns, plan.mark))
-    joined = replace(plan, left=left, right=right, condition=condition)
-    return joined if left is plan.left and right is plan.right else _only(joined, plan.columns)
+    if isinstance(plan, Filter):
+        return _only(Filter(sides[0], computed), plan.columns)
+    return _only(replace(plan, left=sides[0], right=sides[1], condition=computed), plan.columns)
+
+
+_COMPARISONS = (exp.EQ, exp.NEQ, exp.LT, exp.LTE, exp.GT, exp.GTE, exp.NullSafeEQ, exp.NullSafeNEQ)
+
+
+def _wrapped(node: exp.Expression) -> exp.Expression:
+    return node if isinstance(node, exp.Column) else exp.Paren(this=node)
 
 
 def _only(plan: Plan, columns: tuple[Column, ...]) -> Plan:
     return Project(plan, tuple((column, column.ref()) for column in columns))
 
 
-def _as_column(
-    plan: Plan, value: exp.Expression, new_column: NewColumn, types_of: TypesOf
-) -> tuple[Plan, exp.Expression]:
-    if isinstance(value, exp.Column):
-        return plan, value
-    column = new_column("key", types_of(plan.columns, [value])[0])
-    passed = tuple((other, other.ref()) for other in plan.columns)
-    return Project(plan, (*passed, (column, value))), column.ref()
+def _home(plan: Plan, reads: set[str]) -> Plan | None:
+    """The lowest part of the plan that has all these columns as they are read here; None where it has not."""
+    match plan:
+        case Filter(input=child):
+            return _home(child, reads)
+        case Exists(left=left):
+            return _home(left, reads) if reads <= _ids(left) else None
+        case Join(kind=kind, left=left, right=right):
+            if reads <= _ids(left) and kind in {"inner", "left"}:
+                return _home(left, reads)
+            if reads <= _ids(right) and kind in {"inner", "right"}:
+                return _home(right, reads)
+            return None
+        case _:
+            return plan
+
+
+def _with_column(plan: Plan, home: Plan, column: Column, value: exp.Expression) -> Plan:
+    """The plan with one more column, computed in its part `home`."""
+    if plan is home:
+        return Project(plan, (*((other, other.ref()) for other in plan.columns), (column, value)))
+    match plan:
+        case Filter(input=child):
+            return replace(plan, input=_with_column(child, home, column, value))
+        case Exists(left=left):
+            return replace(plan, left=_with_column(left, home, column, value))
+        case Join(left=left, right=right) if used_ids(value) <= _ids(left):
+            return replace(plan, left=_with_column(left, home, column, value))
+        case Join(right=right):
+            return replace(plan, right=_with_column(right, home, column, value))
+        case _:
+            raise AssertionError(f"{type(plan).__name__} is not above the home of a column")
 
 
 def _push_items(plan: Plan) -> Plan:
@@ -166,7 +231,7 @@ def _push_items(plan: Plan) -> Plan:
             plan = _split_items(plan, child)
         elif isinstance(child, Filter) and isinstance(child.input, Join):
             plan = _split_items(plan, child.input, child.condition)
-    return _rebuild(plan, _push_items)
+    return rebuild(plan, _push_items)
 
 
 def _split_items(plan: Project, join: Join, condition: exp.Expression | None = None) -> Project:
@@ -228,18 +293,6 @@ def prune(plan: Plan, needed: set[str]) -> Plan:
             return UnionAll(tuple(pruned), tuple(columns[i] for i in keep))
         case _:
             raise AssertionError(f"{type(plan).__name__} does not occur before differentiation")
-
-
-def _rebuild(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
-    match plan:
-        case Filter(input=child) | Project(input=child) | Aggregate(input=child):
-            return replace(plan, input=change(child))
-        case Join(left=left, right=right) | Exists(left=left, right=right):
-            return replace(plan, left=change(left), right=change(right))
-        case UnionAll(inputs=inputs):
-            return replace(plan, inputs=tuple(change(child) for child in inputs))
-        case _:
-            return plan
 
 
 def check_scopes(plan: Plan) -> None:

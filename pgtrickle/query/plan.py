@@ -8,6 +8,7 @@ value is the change of the first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -271,6 +272,11 @@ Plan: TypeAlias = (
 )
 
 
+# How rewrites get a column of their own, and the types of expressions over columns.
+NewColumn = Callable[[str, PgType], Column]
+TypesOf = Callable[[Iterable[Column], list[exp.Expression]], list[PgType]]
+
+
 def inputs_of(plan: Plan) -> tuple[Plan, ...]:
     """The plans a node reads (the origin of a key filter only bounds it and is not among them)."""
     match plan:
@@ -348,3 +354,16 @@ def scanning(chain: Plan, version: Version) -> Plan:
             return replace(chain, input=scanning(child, version))
         case _:
             raise AssertionError(f"{type(chain).__name__} is no chain over one table")
+
+
+def rebuild(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
+    """The same node over changed inputs; for plans that are not differentiated yet."""
+    match plan:
+        case Filter(input=child) | Project(input=child) | Aggregate(input=child):
+            return replace(plan, input=change(child))
+        case Join(left=left, right=right) | Exists(left=left, right=right):
+            return replace(plan, left=change(left), right=change(right))
+        case UnionAll(inputs=inputs):
+            return replace(plan, inputs=tuple(change(child) for child in inputs))
+        case _:
+            return plan

@@ -10,12 +10,19 @@ BOOL, TEXT, VARCHAR, BPCHAR, NAME = 16, 25, 1043, 1042, 19
 NUMERIC, FLOAT4, FLOAT8 = 1700, 700, 701
 DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA = 1082, 1114, 1184, 2950, 17
 XID8, OID, INET, MACADDR, TIME = 5069, 26, 869, 829, 1083
+INTERVAL, RECORD = 1186, 2249
 
 INTEGERS = frozenset({INT2, INT4, INT8})
 _STRINGS = frozenset({TEXT, VARCHAR, NAME})
 _COMPARABLE = INTEGERS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ}
 # Equal values of these types have one text (settings fixed), so their text can stand for them as a key.
 _IDENTITY = INTEGERS | _STRINGS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA, XID8, OID, MACADDR, TIME}
+
+# These print alike too, though a cast to text is not how they are compared.
+_ONE_TEXT = frozenset({INET})
+_PLAIN_ARRAYS = frozenset(
+    {"smallint[]", "integer[]", "bigint[]", "text[]", "boolean[]", "date[]", "uuid[]", "character varying[]"}
+)
 
 # Values in flight: `text` is what PostgreSQL prints; `key` is a text equal for equal values; `native` is a number.
 Form = Literal["text", "key", "native"]
@@ -68,11 +75,17 @@ class PgType:
         return self.is_enum or self.oid in _IDENTITY
 
     @property
+    def prints_alike(self) -> bool:
+        """Equal values have equal texts; other than with an identity, the text alone need not tell values apart."""
+        fixed = self.typmod >= 0 and self.oid in {NUMERIC, BPCHAR}
+        return self.text_is_identity or fixed or self.oid in _ONE_TEXT or (self.is_array and self.name in _PLAIN_ARRAYS)
+
+    @property
     def has_key(self) -> bool:
         """A text can be computed in PostgreSQL that is equal exactly for equal values."""
         return (
             self.text_is_identity
-            or self.oid in {NUMERIC, FLOAT4, FLOAT8}
+            or self.oid in {NUMERIC, FLOAT4, FLOAT8, INTERVAL}
             or (self.oid == BPCHAR and self.deterministic)
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import psycopg
 import pytest
 
@@ -16,7 +17,7 @@ from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import RefreshConflictError
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
-from tests.support.killable import stopped_at
+from tests.support.killable import RUNNING_JOB, StoppedRefresh, is_dead, stopped_at
 from tests.support.oracle import assert_equal_to_query, fetch_multiset
 
 Connection = psycopg.Connection[Any]
@@ -53,6 +54,13 @@ def _change(conn: Connection, n: int) -> None:
     conn.execute("DELETE FROM label WHERE ctid = (SELECT min(ctid) FROM label)")
 
 
+def _change_much(conn: Connection, n: int) -> None:
+    """So many rows that Spark is busy with them for a while."""
+    conn.execute(
+        "INSERT INTO item SELECT %s::int + i, i %% 6, i %% 90 FROM generate_series(1, 30000) AS i", [n * 1_000_000]
+    )
+
+
 def _expire_claims(conn: Connection) -> None:
     """As if the ten minutes of the dead process' lease were over; the catalog's owner may do that."""
     conn.execute(
@@ -78,18 +86,22 @@ def crash_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
         yield database
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", [*STEPS, RUNNING_JOB])
 def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
-    number = STEPS.index(step) + 1
+    number = [*STEPS, RUNNING_JOB].index(step) + 1
     with (
         pgtrickle.connect(crash_database.dsn) as db,
         psycopg.connect(crash_database.dsn, autocommit=True) as conn,
     ):
         _change(conn, number * 10)
+        if step == RUNNING_JOB:
+            _change_much(conn, number * 10)
         before = {name: fetch_multiset(conn, f"SELECT * FROM {name}") for name in QUERIES}
         frontiers = _frontiers(conn)
         with stopped_at(crash_database.dsn, step, *QUERIES) as child:
             _change(conn, number * 10 + 1)  # writers go on while the refresh stands still
+            if step == RUNNING_JOB:
+                _kill_in_job(child)
             child.kill()
         _await_no_backend(conn)
         after = {name: fetch_multiset(conn, f"SELECT * FROM {name}") for name in QUERIES}
@@ -106,6 +118,17 @@ def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
         actions = {result.action for result in db.refresh_all()}
         _assert_exact(conn)
         assert actions == {"DIFFERENTIAL"}
+
+
+def _kill_in_job(child: StoppedRefresh) -> None:
+    """Kill a child of which is proven: Spark was at work, cannot have finished since, and nothing after it has begun."""
+    job = child.frozen_job()
+    jvm = psutil.Process(job.jvm)
+    assert job.active_tasks > 0
+    assert jvm.status() == psutil.STATUS_STOPPED
+    assert job.step == "spark"
+    child.kill()
+    assert is_dead(jvm)
 
 
 def _await_no_backend(conn: Connection) -> None:

@@ -314,6 +314,27 @@ def test_a_source_altered_under_a_writer(
         assert {result.action for result in healed} == {"DIFFERENTIAL"}
 
 
+def test_an_expression_that_fails_only_where_the_query_does_not_come_to_it(
+    db: pgtrickle.Database, conn: Connection
+) -> None:
+    conn.execute("CREATE TABLE bin (id int PRIMARY KEY, kind text)")
+    conn.execute("INSERT INTO bin VALUES (1, 'used'), (2, 'void')")
+    query = (
+        "SELECT b.kind, sum(100 / i.val) AS share FROM item i JOIN bin b ON b.id = i.grp WHERE b.kind <> 'void'"
+        " GROUP BY b.kind"
+    )
+    db.create_stream_table("shares", query)
+    conn.execute("INSERT INTO item VALUES (9001, 1, 7), (9002, 2, 0)")
+    [result] = db.refresh("shares")
+    assert result.action == "FULL"
+    assert result.reason is not None
+    assert "division by zero" in result.reason
+    assert_equal_to_query(conn, "shares", query)
+    conn.execute("UPDATE item SET val = val + 1 WHERE id = 9001")
+    assert db.refresh("shares")[0].action == "DIFFERENTIAL"
+    assert_equal_to_query(conn, "shares", query)
+
+
 def test_a_dropped_key_is_noticed_before_rows_repeat_it(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:

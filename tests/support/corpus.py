@@ -7,10 +7,10 @@ from typing import Literal
 
 Mode = Literal["DIFFERENTIAL", "FULL"]
 
-_ROOT = Path(__file__).parent.parent / "fixtures" / "corpus"
+CORPUS = Path(__file__).parent.parent / "fixtures" / "corpus"
 _HEADER = re.compile(r"^-- (name|mode|by_value): (.+)$")
 
-SCHEMA_SQL: str = (_ROOT / "schema.sql").read_text(encoding="utf-8")
+SCHEMA_SQL: str = (CORPUS / "schema.sql").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class CorpusQuery:
 
 def load_corpus() -> list[CorpusQuery]:
     """All queries, in the order of file name and position."""
-    queries = [query for path in sorted((_ROOT / "queries").glob("*.sql")) for query in _read_file(path)]
+    queries = [query for path in sorted((CORPUS / "queries").glob("*.sql")) for query in _read_file(path)]
     names = [query.name for query in queries]
     if len(set(names)) != len(names):
         raise ValueError(f"corpus names are not unique: {sorted({n for n in names if names.count(n) > 1})}")

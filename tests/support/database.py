@@ -21,6 +21,7 @@ SERVER_SETTINGS = {
     "max_prepared_transactions": "20",
     "max_connections": "200",
     "log_statement": "none",
+    "log_line_prefix": "%m [%p] %q%d|%a| ",  # read by tests/support/server_log.py
     "wal_level": "logical",
     "lc_messages": "C",
 }

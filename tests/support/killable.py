@@ -6,28 +6,74 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+import psutil
 
 REPOSITORY = Path(__file__).parents[2]
 # Spark's start alone takes half a minute where many share two cores.
 _TIMEOUT = 180.0
 
+# Not a step of the refresh but a moment within one: Spark works on its job.
+RUNNING_JOB = "running job"
+
 _PROGRAM = """
 import sys
 import pgtrickle
+from tests.support.killable import RUNNING_JOB, freeze_running_job
 dsn, step, names = sys.argv[1], sys.argv[2], sys.argv[3:]
+steps = []
 def stop(name):
+    steps.append(name)
     if name == step:
         print("reached", name, flush=True)
         sys.stdin.readline()
+    if name == "spark" and step == RUNNING_JOB:
+        freeze_running_job(steps)
 with pgtrickle.connect(dsn, on_step=stop) as db:
     for result in db.refresh(names):
         print("done", result.name, result.action, flush=True)
 """
+
+
+def freeze_running_job(steps: list[str]) -> None:
+    """In the child: as soon as Spark has a task of a job at work, freeze its JVM and say so; then answer questions."""
+    threading.Thread(target=_freeze, args=(steps,), daemon=True).start()
+
+
+def _freeze(steps: list[str]) -> None:
+    from pgtrickle.engine.session import spark_session
+
+    tracker = spark_session().sparkContext.statusTracker()
+
+    def active_tasks() -> int:
+        jobs = [job for id_ in tracker.getActiveJobsIds() if (job := tracker.getJobInfo(id_)) is not None]
+        stages = [stage for job in jobs for id_ in job.stageIds if (stage := tracker.getStageInfo(id_)) is not None]
+        return sum(stage.numActiveTasks for stage in stages)
+
+    while not (tasks := active_tasks()):
+        continue  # each question is a round trip to the JVM
+    (jvm,) = (child for child in psutil.Process().children() if child.name() == "java")
+    jvm.suspend()
+    print(f"reached {RUNNING_JOB}", flush=True)
+    for _ in sys.stdin:
+        print(tasks, jvm.pid, steps[-1], flush=True)
+
+
+@dataclass(frozen=True)
+class FrozenJob:
+    """What a child says of the Spark job it stands in."""
+
+    active_tasks: int  # when the JVM was frozen
+    jvm: int
+    step: str  # the last one that the refresh reached
 
 
 class StoppedRefresh:
@@ -62,6 +108,14 @@ class StoppedRefresh:
             output, errors = self._process.communicate(timeout=_TIMEOUT)
             raise AssertionError(f"the child ended before step {self.step}:\n{line}{output}\n{errors}")
 
+    def frozen_job(self) -> FrozenJob:
+        """Ask a child that stands in a running job where it is now."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(file=self._process.stdin, flush=True)
+        tasks, jvm, step = self._process.stdout.readline().split()
+        return FrozenJob(int(tasks), int(jvm), step)
+
     def let_go(self) -> tuple[int, str, str]:
         """Let the child finish; gives its exit code, output and errors."""
         output, errors = self._process.communicate("\n", timeout=_TIMEOUT)
@@ -70,11 +124,28 @@ class StoppedRefresh:
     def kill(self) -> None:
         """SIGKILL for the child and its JVM; nothing of it can clean up."""
         if self._process.poll() is None:
+            family = psutil.Process(self._process.pid).children(recursive=True)
             os.killpg(self._process.pid, signal.SIGKILL)
+            _await_death(family)
         self._process.wait(_TIMEOUT)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None and not stream.closed:
                 stream.close()
+
+
+def is_dead(process: psutil.Process) -> bool:
+    """Gone, or waiting to be reaped by whoever adopted it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _await_death(processes: list[psutil.Process]) -> None:
+    deadline = time.monotonic() + _TIMEOUT
+    while not all(map(is_dead, processes)):
+        assert time.monotonic() < deadline, f"killed, but still there: {processes}"
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ INTEGER = PgType(INT4, -1, "integer")
 BIGINT = PgType(INT8, -1, "bigint")
 STRING = PgType(TEXT, -1, "text")
 MONEY = PgType(NUMERIC, (10 << 16 | 2) + 4, "numeric(10,2)")
+NUMBER = PgType(NUMERIC, -1, "numeric")
 BOOLEAN = PgType(BOOL, -1, "boolean")
 
 
@@ -31,7 +32,7 @@ RELATIONS = [
 
 
 class WrittenTypes:
-    """Columns have their own types, aggregates and constants those of PostgreSQL; anything else is text."""
+    """Columns have their own types, aggregates, constants and sums those of PostgreSQL; anything else is text."""
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
         known = {column.id: column.type for column in columns}
@@ -46,6 +47,11 @@ class WrittenTypes:
             return BIGINT
         if isinstance(node, exp.Predicate | exp.Connector | exp.Not):
             return BOOLEAN
+        if isinstance(node, exp.Add | exp.Mul):
+            sides = {self._type(known, side).oid for side in (node.this, node.expression)}
+            return NUMBER if NUMERIC in sides else INTEGER
+        if isinstance(node, exp.Cast) and node.to.is_type("decimal"):
+            return NUMBER
         return INTEGER if isinstance(node, exp.Literal) and not node.is_string else STRING
 
     def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:

@@ -7,6 +7,7 @@ import pytest
 from pgtrickle.compile.place import Placer
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.spark import compile_spark, forms_of, fragment_forms
+from pgtrickle.delta.restrict import is_chain
 from pgtrickle.delta.simplify import simplify
 from pgtrickle.query.plan import Flip, Fragment, KeyFilter, Plan, Regroup, Scan, Version, inputs_of, scans_of
 from pgtrickle.query.unsupported import Unsupported
@@ -55,6 +56,19 @@ def test_what_is_not_maintained_says_why_and_where(query: str, reason: str) -> N
         plan_query(query)
     assert reason in caught.value.reason
     assert caught.value.fragment
+
+
+def test_a_change_of_too_many_operators_is_not_computed() -> None:
+    lost = " AND ".join(f"NOT (o.id IN (SELECT i.qty FROM shop.items i WHERE (i.order_id > {n})))" for n in range(4))
+    with pytest.raises(Unsupported) as caught:
+        plan_query(f"SELECT c.id, o.kind FROM shop.customers c FULL JOIN shop.orders o ON (o.id = c.id) WHERE {lost}")
+    assert "operators" in caught.value.reason
+
+
+def test_a_product_of_decimals_adds_up() -> None:
+    program = plan_query("SELECT kind, sum(((id)::numeric * amount)) AS s FROM shop.orders GROUP BY kind")
+    assert program.linear is not None
+    assert program.linear.arguments[0].value.type.name == "numeric(20,2)"
 
 
 def test_sums_of_decimals_add_up_and_other_aggregates_recompute_their_groups() -> None:
@@ -124,6 +138,25 @@ def test_a_condition_spark_does_not_know_stays_in_postgresql() -> None:
     assert fragments
     assert all("PostgreSQL" in fragment.why for fragment in fragments)
     assert all(not isinstance(fragment.plan, Scan) for fragment in fragments)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "SELECT o.id, c.tier FROM shop.orders o JOIN shop.customers c ON (c.id > o.customer + 3)",
+        "SELECT o.id, c.tier FROM shop.orders o LEFT JOIN shop.customers c ON (c.id = o.customer AND o.kind = 'a')",
+        "SELECT kind, sum(amount) FILTER (WHERE customer > 3) AS s, max(id + 1) AS m FROM shop.orders GROUP BY kind",
+        "SELECT DISTINCT amount, kind FROM shop.orders",
+        "SELECT c.id, count(o.kind) AS n FROM shop.customers c LEFT JOIN shop.orders o ON (o.customer = c.id) GROUP BY c.id",
+    ],
+)
+def test_expressions_over_one_table_are_computed_where_it_is(query: str) -> None:
+    program = plan_query(query)
+    assert program.change is not None
+    for plan in (program.change, program.linear.input if program.linear is not None else program.core):
+        fragments = [node.plan for node in nodes(Placer("spark").place(plan)) if isinstance(node, Fragment)]
+        assert fragments
+        assert all(map(is_chain, fragments))
 
 
 def test_is_not_null_keeps_its_not_on_spark() -> None:

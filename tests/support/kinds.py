@@ -1,0 +1,109 @@
+"""Kinds of values in the corpus's sources, for queries that are generated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# kind -> what a cast to its type is written with. `loose` is numeric and `span` interval: equal values print differently.
+TYPES = {
+    "int": "integer",
+    "big": "bigint",
+    "money": "numeric(10,2)",
+    "loose": "numeric",
+    "float": "double precision",
+    "text": "text",
+    "bool": "boolean",
+    "date": "date",
+    "time": "timestamp with time zone",
+    "uuid": "uuid",
+    "span": "interval",
+    "kind": "shop.product_kind",
+    "list": "integer[]",
+}
+TABLES: dict[str, dict[str, str]] = {
+    "customers": {"id": "int", "region": "text", "tier": "text", "credit": "money", "joined": "date", "grade": "text"},
+    "orders": {
+        "id": "int",
+        "customer_id": "int",
+        "status": "text",
+        "amount": "money",
+        "qty": "int",
+        "placed": "time",
+        "note": "text",
+    },
+    "items": {"order_id": "int", "sku": "text", "qty": "int", "price": "money", "weight": "float"},
+    "regions": {"code": "text", "name": "text", "manager_id": "int", "factor": "loose", "tax": "money"},
+    "products": {"sku": "text", "kind": "kind", "ratings": "list"},
+    "events": {
+        "id": "big",
+        "slot": "int",
+        "customer_id": "int",
+        "ok": "bool",
+        "token": "uuid",
+        "reading": "loose",
+        "ratio": "float",
+        "span": "span",
+    },
+    "open_orders": {"id": "int", "customer_id": "int", "amount": "money", "qty": "int", "placed": "time"},
+    "customer_regions": {"customer_id": "int", "tier": "text", "credit": "money", "region_code": "text"},
+    "order_pairs": {"customer_id": "int", "status": "text"},
+}
+# Names that are about the same thing: joins over them find partners.
+MEETS = (
+    ("customer_id", "id", "manager_id", "order_id"),
+    ("region", "code", "region_code"),
+    ("sku", "sku"),
+    ("qty", "slot", "qty"),
+    ("status", "status"),
+    ("tier", "tier"),
+)
+LITERALS: dict[str, Sequence[str]] = {
+    "int": ("0", "1", "3", "7", "20", "50"),
+    "big": ("2", "10", "60"),
+    "money": ("10.00", "99.5", "250"),
+    "loose": ("1.5", "1.0", "0.75", "1000"),
+    "float": ("0.5::double precision", "25::double precision"),
+    "text": ("'new'", "'gold'", "'north'", "'sku-03'", "'A'", "''", "'mid'", "'rush'"),
+    "bool": ("true", "false"),
+    "date": ("'2024-09-01'::date", "'2025-03-01'::date"),
+    "time": ("'2025-06-01 00:00+00'::timestamptz",),
+    "span": ("'30 days'::interval", "'1 day'::interval"),
+    "kind": ("'toy'::shop.product_kind", "'book'::shop.product_kind"),
+}
+ORDERED = frozenset({"int", "big", "money", "loose", "date", "time", "span"})
+KINDS_OF_OUTPUT = ("int", "int", "text", "text", "money", "bool", "date", "loose", "float", "big")
+PATTERNS = ("'n%'", "'%o%'", "'sku-0_'", "'%e'")
+
+
+@dataclass(frozen=True)
+class Value:
+    """An expression of a kind. A worn value stands for equal ones, or has digits of its own: it is only shown."""
+
+    sql: str
+    kind: str
+    worn: bool = False
+
+    @property
+    def column(self) -> str:
+        """The name without its table's alias."""
+        return self.sql.rpartition(".")[2]
+
+    @property
+    def is_loose(self) -> bool:
+        """Equal values can print differently."""
+        return self.kind in {"loose", "span", "float"}
+
+
+def fresh(values: Sequence[Value]) -> list[Value]:
+    return [value for value in values if not value.worn]
+
+
+def pairs(left: Sequence[Value], right: Sequence[Value]) -> list[tuple[Value, Value]]:
+    """Values that can be compared, one of each side."""
+    return [(a, b) for a in fresh(left) for b in fresh(right) if a.kind == b.kind]
+
+
+def likely(found: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+    """Those of the pairs that are about the same thing."""
+    return [(a, b) for a, b in found if any(a.column in names and b.column in names for names in MEETS)]

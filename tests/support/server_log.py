@@ -1,0 +1,62 @@
+"""What the server's log says was sent to it, and on whose behalf."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+from psycopg import sql
+
+from tests.support.database import TestDatabase
+
+# As `SERVER_SETTINGS` has it: time, process, database and application_name at the moment of the statement.
+_ENTRY = re.compile(
+    r"^\d{4}-\d\d-\d\d [^[]*\[\d+\] (?:(?P<database>[^|]*)\|(?P<application>[^|]*)\| )?(?P<level>[A-Z]+):  "
+)
+_STATEMENT = re.compile(r"(?:statement|execute [^:]*): (?P<text>.*)", re.DOTALL)
+
+
+class ServerLog:
+    """The statements that one database received since the recording began."""
+
+    def __init__(self, database: TestDatabase, start: int) -> None:
+        self._database = database
+        self._start = start
+
+    def statements(self) -> Iterator[tuple[str, str]]:
+        """Every logged statement with the application_name it ran under, in order."""
+        with self._database.server.log_path.open("rb") as log:
+            log.seek(self._start)
+            text = log.read().decode()
+        for entry in _entries(text):
+            match = _ENTRY.match(entry)
+            if match is None or match["database"] != self._database.name or match["level"] != "LOG":
+                continue
+            statement = _STATEMENT.fullmatch(entry[match.end() :])
+            if statement is not None:
+                yield match["application"], statement["text"]
+
+
+def _entries(text: str) -> Iterator[str]:
+    """The log's entries; the further lines of one begin with a tab."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if line.startswith("\t"):
+            lines.append(line[1:])
+            continue
+        if lines:
+            yield "\n".join(lines)
+        lines = [line]
+    yield "\n".join(lines)
+
+
+@contextmanager
+def recorded(database: TestDatabase) -> Iterator[ServerLog]:
+    """Have the server log what sessions of this database send, for those that connect within the block."""
+    name = sql.Identifier(database.name)
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
+        conn.execute(sql.SQL("ALTER DATABASE {} SET log_statement = 'all'").format(name))
+        yield ServerLog(database, database.server.log_path.stat().st_size)
+        conn.execute(sql.SQL("ALTER DATABASE {} RESET log_statement").format(name))
