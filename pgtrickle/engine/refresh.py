@@ -31,7 +31,8 @@ from pgtrickle.engine.fetch import Fetcher, InMemory, Part, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Compiled, Programs
-from pgtrickle.engine.spark import Input, run_jobs
+from pgtrickle.engine.relations import Input
+from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.types import Phases, RefreshResult, StreamTableRow
 from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, RefreshError, SourceChangedError

@@ -1,0 +1,80 @@
+"""The tables that one Spark text reads: as few as possible, for handing Spark a table costs the same whatever its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyspark.sql import SparkSession
+
+from pgtrickle.engine.fetch import Part
+from pgtrickle.engine.formats import spark_types
+from pgtrickle.engine.jobs import Job
+from pgtrickle.query.plan import Fragment
+
+# A few small tables go as one. Each is then found among the rows of all, which many or large ones make slow.
+_BUNDLED_TABLES = 4
+_BUNDLED_ROWS = 10_000
+# Spark shuffles what it does not know to be one partition.
+_SELECT = "SELECT /*+ COALESCE(1) */"
+
+
+@dataclass(frozen=True)
+class Input:
+    """What one job reads. Fragments that were read together stand in one table."""
+
+    job: Job
+    tables: Mapping[Fragment, pa.Table]
+    parts: Mapping[Fragment, Part]
+
+
+class Relations:
+    """What stands for the fragments of some jobs, and the tables behind."""
+
+    def __init__(self, jobs: Sequence[Input]) -> None:
+        self._together = len(jobs) > 1
+        tables = [table for item in jobs for table in item.tables.values() if table.num_rows]
+        rows = sum(table.num_rows for table in tables)
+        self._bundled = not self._together and 1 < len(tables) <= _BUNDLED_TABLES and rows <= _BUNDLED_ROWS
+        self._tables: dict[int, tuple[int, pa.Table]] = {}  # by identity
+
+    def name(self, item: Input, fragment: Fragment) -> str | None:
+        """What stands for a fragment in a FROM clause; None where it is empty."""
+        table, part = item.tables[fragment], item.parts.get(fragment)
+        if table.num_rows == 0:
+            return None
+        if self._bundled:
+            typed = enumerate(spark_types(table.schema))
+            items = ", ".join(f"CAST(s{i} AS {type_}) AS {name}" for i, (name, type_) in typed)
+            return f"({_SELECT} {items} FROM pgt_rows WHERE t = {self._number(table)})"
+        if part is None or not self._together:
+            return f"({_SELECT} * FROM pgt_{self._number(table)})"
+        items = ", ".join([*(f"{column} AS {name}" for name, column in part.slice.columns.items()), "w"])
+        where = f" WHERE {part.slice.flag}" if part.slice.flag is not None else ""
+        rows = f"{_SELECT} {items} FROM pgt_{self._number(part.whole)}{where}"
+        if fragment == item.job.plan and part.slice.columns:
+            # Nothing above it adds up what cancels out in these columns alone.
+            names = ", ".join(part.slice.columns)
+            return f"(SELECT {names}, sum(w) AS w FROM ({rows}) GROUP BY {names} HAVING sum(w) <> 0)"
+        return f"({rows})"
+
+    def create(self, spark: SparkSession) -> None:
+        """Make the tables known to Spark."""
+        tables = list(self._tables.values())
+        if not self._bundled:
+            for number, table in tables:
+                spark.createDataFrame(table).createOrReplaceTempView(f"pgt_{number}")
+        elif tables:
+            width = max(table.num_columns for _, table in tables)
+            rows = pa.concat_tables([_as_strings(number, table, width) for number, table in tables])
+            spark.createDataFrame(rows).createOrReplaceTempView("pgt_rows")
+
+    def _number(self, table: pa.Table) -> int:
+        return self._tables.setdefault(id(table), (len(self._tables), table))[0]
+
+
+def _as_strings(number: int, table: pa.Table, width: int) -> pa.Table:
+    columns = [pa.array([number] * table.num_rows, pa.int32()), *(column.cast(pa.string()) for column in table.columns)]
+    columns += [pa.nulls(table.num_rows, pa.string())] * (width - table.num_columns)
+    return pa.table(columns, names=["t", *(f"s{i}" for i in range(width))])
