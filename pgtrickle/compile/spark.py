@@ -48,7 +48,7 @@ def fragment_forms(plan: Plan, wanted: Forms) -> dict[Fragment, Forms]:
 def compile_spark(plan: Plan, wanted: Forms, tables: Tables) -> str | None:
     """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
 
-    `tables` gives what stands for a fragment in a FROM clause, or None where the fragment is empty.
+    `tables` gives a query for a fragment's rows, or None where the fragment is empty.
     """
     return _SparkCompiler(tables, {}).rows(plan, wanted)
 
@@ -73,8 +73,7 @@ class _SparkCompiler:
         match plan:
             case Fragment():
                 self.found[plan] = self.found.get(plan, frozenset()) | wanted
-                table = "t" if self.tables is None else self.tables(plan)
-                return None if table is None else f"SELECT {', '.join([*_names(wanted), 'w'])} FROM {table}"
+                return "" if self.tables is None else self.tables(plan)
             case Filter(input=child, condition=condition):
                 text, needed = _condition(child.columns, condition)
                 rows = self.rows(child, wanted | needed)
@@ -118,8 +117,8 @@ class _SparkCompiler:
             else:
                 items[form_name(column, form)] = f"CAST({constant(value)} AS {spark_type(column.type, form)})"
         rows = self.rows(plan.input, frozenset(below))
-        if rows is None:
-            return None
+        if rows is None or all(name == value for name, value in items.items()):
+            return rows
         parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
         return f"SELECT {', '.join([*parts, 'w'])} FROM ({rows})"
 
@@ -131,10 +130,10 @@ class _SparkCompiler:
             rows = self.rows(child, frozenset((theirs, form) for _, form, theirs in pairs))
             if rows is None:
                 continue
-            items = sorted(
-                {f"{form_name(theirs, form)} AS {form_name(ours, form)}" for ours, form, theirs in pairs},
-                key=lambda item: item.split(" AS ")[1],
-            )
+            named = sorted({(form_name(ours, form), form_name(theirs, form)) for ours, form, theirs in pairs})
+            if len(terms) == 1 and sign > 0 and all(mine == theirs for mine, theirs in named):
+                return rows
+            items = [f"{theirs} AS {mine}" for mine, theirs in named]
             weight = "-w AS w" if sign < 0 else "w"
             selects.append(f"SELECT {', '.join([*items, weight])} FROM ({rows})")
         return " UNION ALL ".join(selects) if selects else None

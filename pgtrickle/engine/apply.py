@@ -49,6 +49,9 @@ def apply_delta(
     row = work.row
     settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
     settings |= {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT}
+    # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
+    # brings them back. What is purged afterwards is later in the same log.
+    settings |= {"synchronous_commit": "off"}
     with conn.transaction():
         _take(conn, row, work.token)
         set_local(conn, settings)

@@ -10,7 +10,7 @@ from sqlglot import exp
 
 from pgtrickle.compile.place import Placement, Placer
 from pgtrickle.compile.postgres import form_name
-from pgtrickle.compile.spark import Forms, Tables, compile_spark, consolidated, forms_of, fragment_forms
+from pgtrickle.compile.spark import Forms, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.fetch import Fetcher, T
@@ -27,6 +27,25 @@ from pgtrickle.query.plan import (
 )
 from pgtrickle.query.types import INT8, PgType
 
+ZERO = "^-?0([.]0*)?$"  # in whatever way it prints
+
+
+@dataclass(frozen=True)
+class Output:
+    """The delta in Spark SQL: its weight, its values as strings, and what follows FROM.
+
+    Rows that change nothing are among them: to Spark a HAVING is a quarter of the whole cost, to Arrow it is nothing.
+    """
+
+    weight: str
+    values: tuple[str, ...]
+    source: str
+
+    def select(self, names: Sequence[str], more: str = "") -> str:
+        items = [f"CAST({self.weight} AS BIGINT) AS w"]
+        items += [f"{value} AS {name}" for value, name in zip(self.values, names, strict=True)]
+        return f"SELECT {more}{', '.join(items)} FROM {self.source}"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -35,9 +54,11 @@ class Job:
     plan: Plan
     forms: Forms
     columns: tuple[str, ...]  # of the delta behind the weight, in order
-    shape: Callable[[str], str]  # Spark SQL over the plan's rows that gives `w` and these columns as strings
+    shape: Callable[[str], Output]  # of the plan's rows
     stored: Fragment | None = None  # what the rows are compared with: where it is empty, there is nothing to compare
-    plain: Callable[[str], str] | None = None
+    plain: Callable[[str], Output] | None = None
+    adds_up: bool = True  # whether it matters not if equal rows come as one
+    sums: tuple[str, ...] = ("w",)  # columns that are all zero where nothing changes
 
     @cached_property
     def fragments(self) -> dict[Fragment, Forms]:
@@ -51,8 +72,8 @@ class Job:
     def fetch(self, fetcher: Fetcher[T]) -> dict[Fragment, T]:
         return {fragment: fetcher.table(fragment.plan) for fragment in self.fragments}
 
-    def spark_sql(self, tables: Tables) -> str | None:
-        """The text, or None where nothing can come out."""
+    def output(self, tables: Tables) -> Output | None:
+        """The delta over these rows, or None where nothing can come out."""
         rows = compile_spark(self.plan, self.forms, tables)
         if rows is None:
             return None
@@ -69,46 +90,48 @@ def rows_job(plan: Plan, columns: Sequence[Column], placement: Placement) -> Job
 
 def _rows(placed: Plan, columns: Sequence[Column]) -> Job:
     forms = forms_of(columns)
-    items = ", ".join(f"{form_name(column, 'text')} AS {column.id}" for column in columns)
+    values = tuple(form_name(column, "text") for column in columns)
+    group = f" GROUP BY {', '.join(values)}" if values else ""
 
-    def shape(rows: str) -> str:
-        net = rows if isinstance(placed, Fragment) else consolidated(rows, forms)
-        return f"SELECT w, {items} FROM ({net})" if items else f"SELECT w FROM ({net})"
+    def net(rows: str) -> Output:
+        return Output("w", values, f"({rows})")
 
-    return Job(placed, forms, tuple(column.id for column in columns), shape)
+    def summed(rows: str) -> Output:
+        return Output("sum(w)", values, f"({rows}){group}")
+
+    passed_on = isinstance(placed, Fragment)
+    names = tuple(column.id for column in columns)
+    return Job(placed, forms, names, net if passed_on else summed, adds_up=not passed_on)
 
 
 def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     """The change of groups: rows and sums to add."""
     keys = forms_of(linear.keys)
     values: set[tuple[Column, str]] = set()
-    items = [f"{form_name(key, 'text')} AS k{i}" for i, key in enumerate(linear.keys)]
-    sums = ["sum(w) AS n"]
-    for i, argument in enumerate(linear.arguments):
+    group = ", ".join(form_name(key, "text") for key in linear.keys)
+    sums = ["sum(w)"]
+    for argument in linear.arguments:
         value, nan = form_name(argument.value, "native"), form_name(argument.nan, "native")
         values.add((argument.value, "native"))
         if argument.value.type.is_integer:  # never NaN
-            product = f"{value} * w" if argument.value.type.oid != INT8 else f"CAST({value} AS DECIMAL(38,0)) * w"
-            count, count_nan = f"sum(IF({value} IS NULL, 0, w))", "CAST(0 AS BIGINT)"
+            count, count_nan = f"sum(IF({value} IS NULL, 0, w))", "0"
         else:
             values.add((argument.nan, "native"))
-            scale = argument.value.type.scale or 0
-            product = f"CAST({value} AS DECIMAL(38,{scale})) * CAST(w AS DECIMAL(10,0))"
             count = f"sum(IF({value} IS NULL AND {nan} IS NULL, 0, w))"
             count_nan = f"sum(IF({nan} IS NULL, 0, w))"
-        sums += [f"{count} AS count{i}", f"coalesce(sum({product}), 0) AS sum{i}", f"{count_nan} AS nan{i}"]
-    group = f" GROUP BY {', '.join(form_name(key, 'text') for key in linear.keys)}" if linear.keys else ""
-    names = [name for name, _ in linear.state_columns]
-    columns = [*(f"k{i}" for i in range(len(linear.keys))), *names]
-    strings = ", ".join(f"CAST({name} AS STRING) AS {name}" for name in columns)
-    moved = " OR ".join(f"{name} <> 0" for name in names)
+        product = f"CAST({value} AS DECIMAL(38,{argument.value.type.scale or 0})) * CAST(w AS DECIMAL(10,0))"
+        if argument.value.type.is_integer and argument.value.type.oid != INT8:
+            product = f"{value} * w"  # no sum of theirs leaves a bigint
+        sums += [count, f"coalesce(sum({product}), 0)", count_nan]
+    columns = [*(f"k{i}" for i in range(len(linear.keys))), *(name for name, _ in linear.state_columns)]
+    strings = (*(form_name(key, "text") for key in linear.keys), *(f"CAST({item} AS STRING)" for item in sums))
 
-    def shape(rows: str) -> str:
-        grouped = f"SELECT {', '.join([*items, *sums])} FROM ({rows}){group}"
-        return f"SELECT CAST(1 AS BIGINT) AS w, {strings} FROM ({grouped}) WHERE {moved}"
+    def shape(rows: str) -> Output:
+        return Output("1", strings, f"({rows}) GROUP BY {group}" if group else f"({rows})")
 
     forms = frozenset({*keys, *((column, "native") for column, _ in values)})
-    return Job(Placer(placement).place(change), forms, tuple(columns), shape)
+    counted = tuple(name for name, _ in linear.state_columns)
+    return Job(Placer(placement).place(change), forms, tuple(columns), shape, sums=counted)
 
 
 def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:
@@ -160,5 +183,5 @@ def state_job(linear: Linear, placement: Placement) -> Job:
     fragment = Fragment(state, "the whole query runs where its tables are")
     columns = state.columns
     names = [*(f"k{i}" for i in range(len(linear.keys))), *(column.id for column, _ in calls)]
-    items = ", ".join(f"{form_name(column, 'text')} AS {name}" for column, name in zip(columns, names, strict=True))
-    return Job(fragment, forms_of(columns), tuple(names), lambda rows: f"SELECT w, {items} FROM ({rows})")
+    values = tuple(form_name(column, "text") for column in columns)
+    return Job(fragment, forms_of(columns), tuple(names), lambda rows: Output("w", values, f"({rows})"), adds_up=False)

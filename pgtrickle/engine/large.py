@@ -29,7 +29,7 @@ from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.executors import FORMAT, PostgresSource, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.formats import spark_types
-from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Delta, Staged
 from pgtrickle.engine.session import is_embedded, large_session
 from pgtrickle.engine.spark import spark_errors
@@ -73,13 +73,12 @@ class LargeWork:
     def _compute(self, job: Job, stage: str) -> Delta | None:
         names: dict[Fragment, str | None] = {}
         for i, (fragment, frame) in enumerate(self._frames.items()):
-            names[fragment] = None if frame.isEmpty() else f"pgt_large_{i}"
+            names[fragment] = None if frame.isEmpty() else f"SELECT * FROM pgt_large_{i}"
             frame.createOrReplaceTempView(f"pgt_large_{i}")
-        text = job.spark_sql(names.__getitem__)
-        if text is None:
+        output = job.output(names.__getitem__)
+        if output is None:
             return None
-        columns = ", ".join(["CAST(w AS BIGINT) AS w", *job.columns])
-        delta = large_session().sql(f"SELECT {columns} FROM ({text})").persist(StorageLevel.DISK_ONLY)
+        delta = large_session().sql(output.select(job.columns)).where(_moves(job)).persist(StorageLevel.DISK_ONLY)
         try:
             rows = delta.count()
             if rows > COLLECTED:
@@ -181,6 +180,10 @@ class OnExecutors:
         row = self.conn.execute(load_query("sizes"), {"relations": [relation]}).fetchone()
         assert row is not None
         return int(row[1])
+
+
+def _moves(job: Job) -> str:
+    return " OR ".join(f"NOT coalesce(CAST({name} AS STRING), '0') RLIKE '{ZERO}'" for name in job.sums)
 
 
 def _worker_conninfo(conn: psycopg.Connection[Any]) -> str:

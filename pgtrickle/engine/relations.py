@@ -16,6 +16,7 @@ from pgtrickle.query.plan import Fragment
 # A few small tables go as one. Each is then found among the rows of all, which many or large ones make slow.
 _BUNDLED_TABLES = 4
 _BUNDLED_ROWS = 10_000
+_COMPARED_ROWS = 1_000
 # Spark shuffles what it does not know to be one partition.
 _SELECT = "SELECT /*+ COALESCE(1) */"
 
@@ -30,48 +31,62 @@ class Input:
 
 
 class Relations:
-    """What stands for the fragments of some jobs, and the tables behind."""
+    """Queries for the fragments of some jobs, and the tables behind them."""
 
     def __init__(self, jobs: Sequence[Input]) -> None:
         self._together = len(jobs) > 1
         tables = [table for item in jobs for table in item.tables.values() if table.num_rows]
         rows = sum(table.num_rows for table in tables)
         self._bundled = not self._together and 1 < len(tables) <= _BUNDLED_TABLES and rows <= _BUNDLED_ROWS
-        self._tables: dict[int, tuple[int, pa.Table]] = {}  # by identity
+        self._tables: dict[int | bytes, tuple[int, pa.Table]] = {}  # by identity or content
 
-    def name(self, item: Input, fragment: Fragment) -> str | None:
-        """What stands for a fragment in a FROM clause; None where it is empty."""
+    def rows(self, item: Input, fragment: Fragment) -> str | None:
+        """A query for a fragment's rows; None where it is empty."""
         table, part = item.tables[fragment], item.parts.get(fragment)
         if table.num_rows == 0:
             return None
         if self._bundled:
             typed = enumerate(spark_types(table.schema))
             items = ", ".join(f"CAST(s{i} AS {type_}) AS {name}" for i, (name, type_) in typed)
-            return f"({_SELECT} {items} FROM pgt_rows WHERE t = {self._number(table)})"
+            return f"{_SELECT} {items} FROM pgt_rows WHERE t = {self._number(table)}"
         if part is None or not self._together:
-            return f"({_SELECT} * FROM pgt_{self._number(table)})"
-        items = ", ".join([*(f"{column} AS {name}" for name, column in part.slice.columns.items()), "w"])
-        where = f" WHERE {part.slice.flag}" if part.slice.flag is not None else ""
+            items = ", ".join(f"s{i} AS {name}" for i, name in enumerate(table.schema.names))
+            return f"{_SELECT} {items} FROM pgt_{self._number(table)}"
+        position = {name: f"s{i}" for i, name in enumerate(part.whole.schema.names)}
+        items = ", ".join(f"{position[column]} AS {name}" for name, column in [*part.slice.columns.items(), ("w", "w")])
+        where = f" WHERE {position[part.slice.flag]}" if part.slice.flag is not None else ""
         rows = f"{_SELECT} {items} FROM pgt_{self._number(part.whole)}{where}"
-        if fragment == item.job.plan and part.slice.columns:
-            # Nothing above it adds up what cancels out in these columns alone.
+        if not item.job.adds_up and part.slice.columns:
+            # Nothing above it adds up what is equal in these columns alone.
             names = ", ".join(part.slice.columns)
-            return f"(SELECT {names}, sum(w) AS w FROM ({rows}) GROUP BY {names} HAVING sum(w) <> 0)"
-        return f"({rows})"
+            return f"SELECT {names}, sum(w) AS w FROM ({rows}) GROUP BY {names} HAVING sum(w) <> 0"
+        return rows
 
     def create(self, spark: SparkSession) -> None:
         """Make the tables known to Spark."""
         tables = list(self._tables.values())
         if not self._bundled:
             for number, table in tables:
-                spark.createDataFrame(table).createOrReplaceTempView(f"pgt_{number}")
+                numbered = table.rename_columns([f"s{i}" for i in range(table.num_columns)])
+                spark.createDataFrame(numbered).createOrReplaceTempView(f"pgt_{number}")
         elif tables:
             width = max(table.num_columns for _, table in tables)
             rows = pa.concat_tables([_as_strings(number, table, width) for number, table in tables])
             spark.createDataFrame(rows).createOrReplaceTempView("pgt_rows")
 
     def _number(self, table: pa.Table) -> int:
-        return self._tables.setdefault(id(table), (len(self._tables), table))[0]
+        """The number of a table; small ones with the same rows, as many lookups give, have the same."""
+        key = id(table) if table.num_rows > _COMPARED_ROWS else _content(table)
+        return self._tables.setdefault(key, (len(self._tables), table))[0]
+
+
+def _content(table: pa.Table) -> bytes:
+    """Its rows and types, whatever its columns are called."""
+    unnamed = table.rename_columns([f"s{i}" for i in range(table.num_columns)]).combine_chunks()
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, unnamed.schema) as writer:
+        writer.write_table(unnamed)
+    return bytes(sink.getvalue())
 
 
 def _as_strings(number: int, table: pa.Table, width: int) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
+from pgtrickle.engine.jobs import ZERO, Output
 from pgtrickle.engine.relations import Input, Relations
 from pgtrickle.engine.session import spark_session
 from pgtrickle.errors import RefreshError
@@ -30,9 +32,9 @@ def _run_fused(jobs: Sequence[Input]) -> list[pa.Table | None]:
     texts: list[tuple[int, str]] = []
     width = max((len(item.job.columns) for item in jobs), default=0)
     for i, item in enumerate(jobs):
-        text = item.job.spark_sql(partial(relations.name, item))
-        if text is not None:
-            texts.append((i, _uniform(i, text, item.job.columns, width)))
+        output = item.job.output(partial(relations.rows, item))
+        if output is not None:
+            texts.append((i, _uniform(i, output, width)))
     results: list[pa.Table | None] = [None] * len(jobs)
     if not texts:
         return results
@@ -43,11 +45,20 @@ def _run_fused(jobs: Sequence[Input]) -> list[pa.Table | None]:
         answer = spark.sql(needed).toArrow()
     for i, _ in texts:
         rows = answer.filter(pc.equal(answer.column("st"), i)) if len(texts) > 1 else answer
-        if rows.num_rows:
-            columns = jobs[i].job.columns
-            picked = rows.select(["w", *(f"s{k}" for k in range(len(columns)))])
-            results[i] = picked.rename_columns(["w", *columns])
+        job = jobs[i].job
+        picked = rows.select(["w", *(f"s{k}" for k in range(len(job.columns)))]).rename_columns(["w", *job.columns])
+        changed = picked.filter(_changed(picked, job.sums))
+        results[i] = changed if changed.num_rows else None
     return results
+
+
+def _changed(rows: pa.Table, sums: Sequence[str]) -> pa.ChunkedArray:
+    """Which rows have a sum that is not zero. A sum of nothing is NULL."""
+    changed = pa.chunked_array([pa.repeat(False, rows.num_rows)])
+    for name in sums:
+        text = pc.fill_null(rows.column(name).cast(pa.string()), "0")
+        changed = pc.or_(changed, pc.invert(pc.match_substring_regex(text, ZERO)))
+    return changed
 
 
 @contextmanager
@@ -64,9 +75,7 @@ def spark_errors() -> Iterator[None]:
         ) from error
 
 
-def _uniform(i: int, text: str, columns: Sequence[str], width: int) -> str:
+def _uniform(i: int, output: Output, width: int) -> str:
     """The job's rows in the shape that all jobs of one text share."""
-    items = [f"{i} AS st", "CAST(w AS BIGINT) AS w"]
-    items += [f"{name} AS s{k}" for k, name in enumerate(columns)]
-    items += [f"CAST(NULL AS STRING) AS s{k}" for k in range(len(columns), width)]
-    return f"SELECT {', '.join(items)} FROM ({text})"
+    padded = (*output.values, *["CAST(NULL AS STRING)"] * (width - len(output.values)))
+    return replace(output, values=padded).select([f"s{k}" for k in range(width)], f"{i} AS st, ")
