@@ -26,12 +26,12 @@ from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.delta.restrict import is_chain
-from pgtrickle.engine.executors import FORMAT, PostgresSource, Reading, Writing, as_option
+from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.formats import spark_types
 from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Delta, Staged
-from pgtrickle.engine.session import is_embedded, large_session
+from pgtrickle.engine.session import is_embedded, large_settings, spark_session
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
@@ -57,15 +57,16 @@ class LargeWork:
         self._medium = OnExecutors(self.conn, exported, self.settings, self.statements)
         fetcher = Fetcher(reader, window, self._medium)
         job.announce(fetcher)
-        self._frames = job.fetch(fetcher)
-        rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
+        with large_settings():
+            self._frames = job.fetch(fetcher)
+            rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
         return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
 
     def compute(self, job: Job, stage: str) -> Delta | None:
         """The delta: collected where it is small, else in a table of that name; None where it is empty."""
         assert self._medium is not None
         try:
-            with spark_errors():
+            with spark_errors(), large_settings():
                 return self._compute(job, stage)
         finally:
             self._medium.release()
@@ -78,7 +79,7 @@ class LargeWork:
         output = job.output(names.__getitem__)
         if output is None:
             return None
-        delta = large_session().sql(output.select(job.columns)).where(_moves(job)).persist(StorageLevel.DISK_ONLY)
+        delta = spark_session().sql(output.select(job.columns)).where(_moves(job)).persist(StorageLevel.DISK_ONLY)
         try:
             rows = delta.count()
             if rows > COLLECTED:
@@ -111,16 +112,14 @@ class OnExecutors:
     _kept: list[DataFrame] = field(default_factory=list)
 
     def empty(self, schema: pa.Schema) -> DataFrame:
-        return large_session().createDataFrame(schema.empty_table())
+        return spark_session().createDataFrame(schema.empty_table())
 
     def read(self, request: Request) -> DataFrame:
         shown = [statement.as_string(self.conn) for statement in self._statements(request)]
         self.statements += shown
         types = spark_types(request.schema)
         reading = Reading(_worker_conninfo(self.conn), self.snapshot, dict(self.settings), shown, types)
-        spark = large_session()
-        spark.dataSource.register(PostgresSource)
-        reader = spark.read.format(FORMAT).schema(", ".join(f"{name} {type_}" for name, type_ in types))
+        reader = spark_session().read.format(FORMAT).schema(", ".join(f"{name} {type_}" for name, type_ in types))
         return self._keep(reader.option("task", as_option(reading)).load())
 
     def consolidated(self, rows: DataFrame) -> DataFrame:

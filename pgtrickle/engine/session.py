@@ -7,6 +7,8 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +53,6 @@ _LARGE_SETTINGS = {
     "spark.sql.join.preferSortMergeJoin": "true",
 }
 _session: SparkSession | None = None
-_large: SparkSession | None = None
 
 
 def spark_is_running() -> bool:
@@ -76,16 +77,20 @@ def spark_session() -> SparkSession:
         return _session
 
 
-def large_session() -> SparkSession:
-    """The same Spark with the settings of large refreshes."""
-    global _large
+@contextmanager
+def large_settings() -> Iterator[SparkSession]:
+    """The session with the settings of large refreshes. What others run meanwhile is slower, and as right."""
     session = spark_session()
-    with _lock:
-        if _large is None:
-            _large = session.newSession()
-            for name, value in _LARGE_SETTINGS.items():
-                _large.conf.set(name, value)
-        return _large
+    from pgtrickle.engine.executors import PostgresSource
+
+    session.dataSource.register(PostgresSource)
+    for name, value in _LARGE_SETTINGS.items():
+        session.conf.set(name, value)
+    try:
+        yield session
+    finally:
+        for name in _LARGE_SETTINGS:
+            session.conf.set(name, _SETTINGS[name])
 
 
 def is_embedded() -> bool:
@@ -99,11 +104,11 @@ def _master() -> str:
 
 def stop_spark() -> None:
     """End the session, if there is one."""
-    global _session, _large
+    global _session
     with _lock:
         if _session is not None:
             _session.stop()
-            _session = _large = None
+            _session = None
 
 
 def _check_java() -> None:

@@ -54,11 +54,31 @@ AS $$
 $$;
 
 -- The columns of sources that the owner of a stream table may not read (any more), as text; NULL if there are none.
--- Tables behind another role's view are that role's to read.
+-- Tables behind another role's view are that role's to read. Every refresh asks: where no view lies between, which is
+-- nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL keeps its plans.
 CREATE OR REPLACE FUNCTION pgtrickle._privilege_problem(id bigint) RETURNS text
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT string_agg(format('role %s may not read %s of %s', role::regrole,
+BEGIN
+    IF NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pg_class AS v ON v.oid = s.view_relid
+        JOIN pg_rewrite AS r ON r.ev_class = v.oid
+        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+        JOIN pg_class AS c ON c.oid = d.refobjid
+        WHERE s.pgt_id = id AND c.relkind = 'v' AND c.oid <> v.oid
+    ) AND NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pg_class AS v ON v.oid = s.view_relid
+        JOIN pgtrickle.pgt_dependencies AS d USING (pgt_id)
+        WHERE s.pgt_id = id
+          AND (has_any_column_privilege(v.relowner, d.source_relid, 'SELECT') IS NOT TRUE
+               OR EXISTS (SELECT FROM unnest(d.columns_used) AS a
+                          WHERE has_column_privilege(v.relowner, d.source_relid, a, 'SELECT') IS NOT TRUE))
+    ) THEN
+        RETURN NULL;
+    END IF;
+    RETURN (SELECT string_agg(format('role %s may not read %s of %s', role::regrole,
                              coalesce('column ' || pgtrickle._column_names(source.relation, missing.columns), 'any column'),
                              source.relation), '; ')
     FROM pgtrickle.pgt_stream_tables AS s
@@ -68,7 +88,8 @@ AS $$
         SELECT array_agg(a) AS columns FROM unnest(source.columns) AS a
         WHERE NOT has_column_privilege(role, source.relation, a, 'SELECT')
     ) AS missing
-    WHERE s.pgt_id = id AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT'))
+    WHERE s.pgt_id = id AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT')));
+END
 $$;
 
 -- What the query computes of changed rows runs with its owner's rights, on the columns that the owner may read anyway.

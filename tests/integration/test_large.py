@@ -1,0 +1,129 @@
+"""Large refreshes: executors read and write, nothing passes through the driver. Here everything counts as large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+import pgtrickle
+from pgtrickle.engine import large
+from pgtrickle.engine.executors import Reading, as_option
+from tests.support.corpus import SCHEMA_SQL, load_corpus
+from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
+from tests.support.oracle_rounds import create_corpus, stored
+from tests.support.workload import Workload
+
+SEED = 20261116
+QUERIES = (
+    "scan_keyless_with_duplicates", "inner_join_alone", "aggregate_by_expressions", "left_join_keyless_both_sides",
+    "in_distinct", "full_all_subquery",
+)  # fmt: skip
+
+
+@pytest.fixture
+def everything_is_large(database: TestDatabase) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(database.dsn) as db:
+        db.engine.large = -1
+        yield db
+
+
+@pytest.mark.parametrize("placement", ["auto", "spark"])
+def test_large_refreshes_are_exact(
+    placement: str, everything_is_large: pgtrickle.Database, conn: psycopg.Connection
+) -> None:
+    print(f"seed {SEED}")
+    db, workload = everything_is_large, Workload(SEED)
+    queries = [query for query in load_corpus() if query.name in QUERIES]
+    assert len(queries) == len(QUERIES)
+    conn.execute(SCHEMA_SQL)
+    workload.load(conn)
+    create_corpus(db, conn, queries, placement)
+    for number in range(2):
+        if number:
+            workload.round(conn, number)
+        results = db.refresh([stored(query) for query in queries])
+        for query, result in zip(queries, results, strict=True):
+            assert result.action == ("REINITIALIZE" if number == 0 else query.mode)
+            assert_equal_to_query(conn, stored(query), query.sql, query.by_value)
+
+
+def test_many_rows_are_read_in_parts_and_staged(
+    everything_is_large: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = everything_is_large
+    monkeypatch.setattr(large, "_PART", 1 << 20)
+    monkeypatch.setattr(large, "COLLECTED", 1000)
+    db.install()
+    conn.execute("CREATE TABLE fact (id int PRIMARY KEY, kind text, val numeric(10,2))")
+    conn.execute("INSERT INTO fact SELECT i, 'k' || i % 7, i / 3.0 FROM generate_series(1, 60000) AS i")
+    query = "SELECT id, upper(kind) AS kind, val * 2 AS twice FROM fact WHERE id % 10 <> 3"
+    db.create_stream_table("facts", query)
+    parts = [statement for statement in db.engine.statements if "ctid" in statement]
+    assert len(parts) > 2
+    assert_equal_to_query(conn, "facts", query)
+
+    conn.execute("UPDATE fact SET val = val + 1 WHERE id % 2 = 0")
+    conn.execute("DELETE FROM fact WHERE id % 11 = 0")
+    [result] = db.refresh("facts")
+    assert result.action == "DIFFERENTIAL"
+    assert result.rows_inserted > large.COLLECTED
+    assert_equal_to_query(conn, "facts", query)
+    assert _stages(conn) == []
+
+
+def test_what_a_dead_process_staged_goes_with_the_next_large_refresh(
+    everything_is_large: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = everything_is_large
+    monkeypatch.setattr(large, "COLLECTED", 0)
+    db.install()
+    conn.execute("CREATE TABLE fact (id int PRIMARY KEY)")
+    table = db.create_stream_table("facts", "SELECT id FROM fact", initialize=False)
+    conn.execute(f"CREATE UNLOGGED TABLE pgtrickle_views.stage_{table.id}_0 (attempt text)".encode())
+    conn.execute("INSERT INTO fact VALUES (1)")
+    db.refresh("facts")
+    assert_equal_to_query(conn, "facts", "SELECT id FROM fact")
+    assert _stages(conn) == []
+
+
+def test_owners_of_their_own_and_a_service_that_may_read_nothing(
+    database: TestDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large, "COLLECTED", 0)
+    owner, service = database.create_role("owner"), database.create_role("service")
+    with pgtrickle.connect(database.dsn) as db:
+        db.install(service_role=service)
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
+        conn.execute(f"CREATE SCHEMA {owner} AUTHORIZATION {owner}".encode())
+        conn.execute(f"GRANT USAGE ON SCHEMA {owner} TO {service}".encode())
+    query = f"SELECT id, val + 1 AS val FROM {owner}.fact"
+    with psycopg.connect(database.dsn_as(owner), autocommit=True) as conn:
+        conn.execute(f"CREATE TABLE {owner}.fact (id int PRIMARY KEY, val int)".encode())
+        conn.execute(f"INSERT INTO {owner}.fact SELECT i, i FROM generate_series(1, 500) AS i".encode())
+        with pgtrickle.connect(database.dsn_as(owner)) as db:
+            db.create_stream_table(f"{owner}.facts", query, initialize=False)
+        with pgtrickle.connect(database.dsn_as(service)) as db:
+            db.engine.large = -1
+            db.refresh(f"{owner}.facts")
+        assert_equal_to_query(conn, f"{owner}.facts", query)
+        assert _stages(conn) == []
+
+
+def test_no_password_reaches_spark(database: TestDatabase) -> None:
+    with psycopg.connect(database.dsn, password="se'cret:\\") as conn:
+        conninfo = large._worker_conninfo(conn)
+        task = as_option(Reading(conninfo, "snapshot", {}, ["SELECT 1"], [("a", "STRING")]))
+        assert "cret" not in task
+        path = psycopg.conninfo.conninfo_to_dict(conninfo)["passfile"]
+        assert Path(str(path)).read_text() == f"*:*:*:{conn.info.user}:se'cret\\:\\\\\n"
+        with psycopg.connect(conninfo) as worker:
+            assert worker.execute("SELECT 1").fetchone() == (1,)
+
+
+def _stages(conn: psycopg.Connection) -> list[str]:
+    rows = conn.execute("SELECT relname FROM pg_class WHERE relname ^@ 'stage_'").fetchall()
+    return [name for (name,) in rows]
