@@ -28,11 +28,12 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
+from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError, RefreshConflictError
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.refresh import OnStep, _Work
+    from pgtrickle.engine.refresh import OnStep
 
 STATEMENT_TIMEOUT = "30min"
 
@@ -42,7 +43,7 @@ class Diverged(PgtrickleError):
 
 
 def apply_delta(
-    conn: psycopg.Connection[Any], work: _Work, delta: Delta | None, initiated_by: str, on_step: OnStep
+    conn: psycopg.Connection[Any], work: Work, delta: Delta | None, initiated_by: str, on_step: OnStep
 ) -> RefreshResult:
     """Apply a delta (None: empty) and record the refresh."""
     started = time.monotonic()
@@ -66,7 +67,7 @@ def apply_delta(
     return result
 
 
-def record_no_data(conn: psycopg.Connection[Any], work: _Work, initiated_by: str) -> RefreshResult:
+def record_no_data(conn: psycopg.Connection[Any], work: Work, initiated_by: str) -> RefreshResult:
     """The frontier moves on though nothing changed."""
     with conn.transaction():
         _take(conn, work.row, work.token)
@@ -86,7 +87,7 @@ def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> Non
         )
 
 
-def _write(conn: psycopg.Connection[Any], work: _Work, delta: Delta | None) -> tuple[int, int]:
+def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tuple[int, int]:
     row, compiled, decision = work.row, work.compiled, work.decision
     assert compiled is not None
     assert decision is not None
@@ -191,7 +192,7 @@ def run_as_owner(conn: psycopg.Connection[Any], row: StreamTableRow, statement: 
 
 def _record(
     conn: psycopg.Connection[Any],
-    work: _Work,
+    work: Work,
     inserted: int,
     deleted: int,
     initiated_by: str,

@@ -64,11 +64,12 @@ class LargeWork:
 
     def compute(self, job: Job, stage: str) -> Delta | None:
         """The delta: collected where it is small, else in a table of that name; None where it is empty."""
-        assert self._medium is not None
-        try:
-            with spark_errors(), large_settings():
-                return self._compute(job, stage)
-        finally:
+        with spark_errors(), large_settings():
+            return self._compute(job, stage)
+
+    def release(self) -> None:
+        """Give the executors' disks back."""
+        if self._medium is not None:
             self._medium.release()
 
     def _compute(self, job: Job, stage: str) -> Delta | None:
@@ -139,9 +140,8 @@ class OnExecutors:
             return together.distinct().toArrow().column("v").combine_chunks()
 
     def release(self) -> None:
-        """Give the executors' disks back."""
-        for frame in self._kept:
-            frame.unpersist()
+        while self._kept:
+            self._kept.pop().unpersist()
 
     def _keep(self, frame: DataFrame) -> DataFrame:
         """Read now, in the cut. Should an executor be lost with its rows, reading again fails: the snapshot is over."""

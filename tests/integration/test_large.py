@@ -27,7 +27,7 @@ QUERIES = (
 @pytest.fixture
 def everything_is_large(database: TestDatabase) -> Iterator[pgtrickle.Database]:
     with pgtrickle.connect(database.dsn) as db:
-        db.engine.large = -1
+        db.engine.reading.large = -1
         yield db
 
 
@@ -107,7 +107,7 @@ def test_owners_of_their_own_and_a_service_that_may_read_nothing(
         with pgtrickle.connect(database.dsn_as(owner)) as db:
             db.create_stream_table(f"{owner}.facts", query, initialize=False)
         with pgtrickle.connect(database.dsn_as(service)) as db:
-            db.engine.large = -1
+            db.engine.reading.large = -1
             db.refresh(f"{owner}.facts")
         assert_equal_to_query(conn, f"{owner}.facts", query)
         assert _stages(conn) == []

@@ -23,7 +23,7 @@ import pgtrickle
 from pgtrickle.engine.session import spark_session
 
 with pgtrickle.connect(sys.argv[1]) as db:
-    db.engine.large = int(sys.argv[2])
+    db.engine.reading.large = int(sys.argv[2])
     print(db.refresh("facts")[0].action)
 print(spark_session().sparkContext.master)
 """

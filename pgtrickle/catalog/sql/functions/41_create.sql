@@ -137,7 +137,8 @@ BEGIN
         EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_row_id SET NOT NULL', storage);
         EXECUTE format('CREATE INDEX ON %s (__pgt_row_id)', storage);
     ELSE
-        EXECUTE format('CREATE TABLE %s AS SELECT * FROM %s WITH NO DATA', storage, view);
+        -- Room for new versions of rows beside the old ones: an update then touches neither another page nor an index.
+        EXECUTE format('CREATE TABLE %s WITH (fillfactor = 90) AS SELECT * FROM %s WITH NO DATA', storage, view);
         -- Without key columns the result is always one row.
         EXECUTE format('CREATE UNIQUE INDEX ON %s (%s) NULLS NOT DISTINCT', storage,
                        coalesce((SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM unnest(key_columns) WITH ORDINALITY AS u (k, n)),

@@ -1,0 +1,243 @@
+"""Cut and fetch: everything a refresh reads, in one snapshot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from pgtrickle.capture.frontier import Frontier
+from pgtrickle.catalog.analysis import Analysis, load_query
+from pgtrickle.compile.place import Placement
+from pgtrickle.delta.simplify import simplify
+from pgtrickle.engine.cut import Cut, set_local, take_cut
+from pgtrickle.engine.decide import Source, changed_sources, decide
+from pgtrickle.engine.fetch import Fetcher, InMemory, Reader
+from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
+from pgtrickle.engine.programs import Programs
+from pgtrickle.engine.together import read_together
+from pgtrickle.engine.work import Work
+from pgtrickle.errors import PgtrickleError, SourceChangedError
+
+# Settings under which values are printed and read back; those of the stream table come on top.
+TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
+
+# Bytes of tables' files from which rows pass by the driver: executors read and write them.
+LARGE = 64 << 20
+
+
+@dataclass
+class Reading:
+    """Reads for the stream tables of one database."""
+
+    conn: psycopg.Connection[Any]
+    programs: Programs
+    on_step: Callable[[str], None]
+    statements: list[str]  # what was sent to the sources
+    large: int = LARGE
+    _jobs: dict[tuple[Any, ...], Job | None] = field(default_factory=dict)
+
+    def read(self, works: Sequence[Work]) -> None:
+        """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once."""
+        for work in self._read_in_cut(self._read_in_cut(works)):
+            work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
+
+    def _read_in_cut(self, works: Sequence[Work]) -> list[Work]:
+        """Take the cut and fetch in its snapshot; gives back the stream tables whose plan was not for their query."""
+        outdated: list[Work] = []
+        if not works:
+            return outdated
+        begin = time.monotonic()
+        unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
+        for pgt_id, (_, shape) in self._shapes(unknown).items() if unknown else ():
+            view = next(work.row.view_relid for work in unknown if work.row.pgt_id == pgt_id)
+            self.programs.compile_for(pgt_id, view, shape)
+        planned = time.monotonic()
+        with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
+            self.on_step("cut")
+            shapes = self._shapes(works)
+            sources = self._sources(works, cut)
+            cut_done = time.monotonic()
+            media: dict[Any, InMemory] = {}
+            for work in works:
+                meaning, shape = shapes[work.row.pgt_id]
+                work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+                work.compiled = self.programs.known(work.row.pgt_id)
+                assert work.compiled is not None
+                work.cut_time = cut.time
+                work.sources = sources[work.row.pgt_id]
+                if work.compiled.shape != shape:
+                    self.programs.forget(work.row.pgt_id)
+                    outdated.append(work)
+                    continue
+                self._attempt(work, partial(self._prepare, work, cut, media))
+            prepared = time.monotonic()
+            self._read_together(works, media)
+            exported = cut.export() if any(work.large is not None for work in works) else ""
+            together = (time.monotonic() - prepared) / len(works)
+            for work in works:
+                started = time.monotonic()
+                if work.error is None and work.job is not None:
+                    self._attempt(work, partial(self._fetch, work, exported))
+                if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
+                    self._attempt(work, partial(self._fetch_whole, work, cut, media))
+                work.phases.fetch = time.monotonic() - started + together
+                work.phases.plan = (planned - begin + prepared - cut_done) / len(works)
+                work.phases.cut = (cut_done - planned) / len(works)
+            self.on_step("fetch")
+        return outdated
+
+    def _attempt(self, work: Work, step: Callable[[], None]) -> None:
+        """A step that concerns one stream table only; the others go on without it."""
+        try:
+            step()
+        except (psycopg.Error, PgtrickleError) as error:
+            if self.conn.broken or self.conn.closed:
+                raise
+            work.error = error
+
+    def _shapes(self, works: Sequence[Work]) -> dict[int, tuple[str, str]]:
+        """For each stream table what its query means beyond its text, and the shape that a plan is compiled for."""
+        parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
+        rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
+        return {row[0]: (row[1] or "", f"{row[1]}/{row[2]}") for row in rows}
+
+    def _sources(self, works: Sequence[Work], cut: Cut) -> dict[int, list[Source]]:
+        frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
+        return changed_sources(cut, frontiers)
+
+    def _prepare(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        """Decide what the refresh does, and announce what it will read."""
+        assert work.compiled is not None
+        assert work.frontier is not None
+        _check_key(work)
+        work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
+        self._announce(work, cut, media)
+
+    def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        row = work.row
+        work.job = self._job(work)
+        if work.job is None:
+            return
+        settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
+        work.settings = TRANSPORT | settings
+        if self._is_large(work):
+            from pgtrickle.engine.large import LargeWork
+
+            work.large = LargeWork(cut.conn, work.settings, self.statements)
+            return
+        key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
+        medium = media.setdefault(key, InMemory(cut.conn, self.statements))
+        work.fetcher = Fetcher(self._reader(work), work.window, medium)
+        work.job.announce(work.fetcher)
+
+    def _reader(self, work: Work) -> Reader:
+        row = work.row
+        return Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
+
+    def _read_together(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
+        """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
+        for medium in media.values():
+            busy = [work for work in works if work.fetcher is not None and work.fetcher.medium is medium]
+            try:
+                with self.conn.transaction():
+                    set_local(self.conn, busy[0].settings)
+                    read_together([work.fetcher for work in busy if work.fetcher is not None], medium)
+            except psycopg.Error:
+                if self.conn.broken or self.conn.closed:
+                    raise
+
+    def _fetch(self, work: Work, exported: str) -> None:
+        assert work.job is not None
+        if work.large is not None:
+            with self.conn.transaction():
+                set_local(self.conn, work.settings)
+                work.rows_in, work.into_empty = work.large.fetch(work.job, self._reader(work), work.window, exported)
+            return
+        assert work.fetcher is not None
+        medium = work.fetcher.medium
+        assert isinstance(medium, InMemory)
+        with self.conn.transaction() if work.fetcher.missing else nullcontext():
+            if work.fetcher.missing:
+                set_local(self.conn, work.settings)
+            work.tables = work.job.fetch(work.fetcher)
+        parts = {fragment: medium.part_of(table) for fragment, table in work.tables.items()}
+        work.parts = {fragment: part for fragment, part in parts.items() if part is not None}
+        work.rows_in = sum(table.num_rows for table in work.tables.values())
+        work.into_empty = work.job.stored is not None and work.tables[work.job.stored].num_rows == 0
+
+    @staticmethod
+    def _may_start_over(work: Work) -> bool:
+        return work.decision is not None and work.decision.action == "DIFFERENTIAL" and work.row.refresh_mode == "AUTO"
+
+    def _fetch_whole(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
+        """An expression is evaluated for all changed rows, also those that the query would not have come to."""
+        assert work.decision is not None
+        reason = f"an expression fails for changed rows that the query may not reach: {work.error}"
+        work.error, work.large, work.fetcher = None, None, None
+        work.decision = replace(work.decision, action="FULL", reason=reason.splitlines()[0])
+        self._announce(work, cut, media)
+        self._fetch(work, cut.export() if work.large is not None else "")
+
+    def _is_large(self, work: Work) -> bool:
+        """Whether the refresh reads more than should pass through the driver."""
+        assert work.decision is not None
+        if work.decision.action == "DIFFERENTIAL":
+            return sum(source.buffered for source in work.sources if source.changed) > self.large
+        sources = [source.relid for source in work.sources] + [work.row.relid]
+        row = self.conn.execute(load_query("sizes"), {"relations": sources}).fetchone()
+        assert row is not None
+        return int(row[0]) > self.large
+
+    def _job(self, work: Work) -> Job | None:
+        """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
+        decision, compiled, row = work.decision, work.compiled, work.row
+        assert decision is not None
+        assert compiled is not None
+        if decision.action == "NO_DATA":
+            return None
+        changed = frozenset(source.relid for source in work.sources if source.changed)
+        key = (row.pgt_id, compiled.shape, row.placement, decision.action, changed)
+        if key not in self._jobs:
+            self._jobs[key] = self._build_job(work, changed)
+        return self._jobs[key]
+
+    def _build_job(self, work: Work, changed: frozenset[int]) -> Job | None:
+        assert work.decision is not None
+        assert work.compiled is not None
+        program = work.compiled.program
+        placement: Placement = "spark" if work.row.placement == "spark" else "auto"
+        if work.decision.action == "DIFFERENTIAL":
+            assert program is not None
+            assert program.change is not None
+            change = simplify(program.change, changed)
+            if change is None:
+                return None
+            if program.linear is not None:
+                return linear_job(program.linear, change, placement)
+            return rows_job(change, program.core.columns, placement)
+        if program is not None and program.linear is not None:
+            return state_job(program.linear, placement)
+        if program is not None and program.finish and placement == "spark":
+            return rows_job(program.core, program.core.columns, placement)
+        with self.conn.transaction():
+            storage = Analysis(self.conn).relations(work.row.relid)
+        return full_job(work.compiled, next(iter(storage.values())), placement)
+
+
+def _check_key(work: Work) -> None:
+    """The table's unique key must still be one of the query, or rows would overwrite each other."""
+    program = work.compiled.program if work.compiled is not None else None
+    stored = work.row.key_columns
+    if stored is None or program is None or (program.key is not None and set(program.key) <= set(stored)):
+        return
+    raise PgtrickleError(
+        f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
+        "The query or the key of a source was changed. Drop the stream table and create it again.",
+    )

@@ -1,0 +1,52 @@
+"""One stream table on its way through a refresh."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from pgtrickle.capture.frontier import Frontier, Snapshot
+from pgtrickle.engine.decide import Decision, Source
+from pgtrickle.engine.fetch import Fetcher, Part
+from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.types import Phases, StreamTableRow
+from pgtrickle.query.plan import Fragment
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.large import LargeWork
+
+
+@dataclass
+class Work:
+    """What is known of it so far; every step adds its part."""
+
+    row: StreamTableRow
+    token: int
+    started: float = field(default_factory=time.monotonic)
+    phases: Phases = field(default_factory=Phases)
+    decision: Decision | None = None
+    compiled: Compiled | None = None
+    job: Job | None = None
+    tables: dict[Fragment, pa.Table] = field(default_factory=dict)
+    parts: dict[Fragment, Part] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)  # under which it is read
+    fetcher: Fetcher[pa.Table] | None = None
+    sources: list[Source] = field(default_factory=list)
+    frontier: Frontier | None = None
+    cut_time: datetime | None = None
+    large: LargeWork | None = None
+    into_empty: bool = False  # nothing is stored yet
+    rows_in: int = 0
+    error: Exception | None = None
+    applied: bool = False
+
+    @property
+    def window(self) -> Snapshot | None:
+        """The snapshot behind which its changes lie."""
+        known = Frontier.from_json(self.row.frontier)
+        return known.snapshot if known is not None else None
