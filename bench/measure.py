@@ -56,7 +56,7 @@ def reference(rows: pa.Table) -> None:
 
 def warm_up() -> None:
     """Enough jobs for the JVM to have compiled what a small job runs through."""
-    # The first filling of a stream table passes through the driver: a million rows do not fit Spark's default of 1 GB.
+    # More than the default, so that collecting garbage does not blur what is measured.
     os.environ.setdefault("PYSPARK_SUBMIT_ARGS", f"--driver-memory {DRIVER_MEMORY} pyspark-shell")
     rows = reference_rows()
     for _ in range(WARM_UP_JOBS):
