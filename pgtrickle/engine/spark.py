@@ -71,7 +71,8 @@ def spark_errors() -> Iterator[None]:
         reason = causes[-1].removeprefix("Caused by: ") if causes else str(error).splitlines()[0]
         raise RefreshError(
             f"Spark could not compute the change: {reason}",
-            "Nothing was written. If it ran out of memory, give it more with PGTRICKLE_SPARK_MEMORY (4g if not set).",
+            "Nothing was written. If it ran out of memory, give it more with PGTRICKLE_SPARK_MEMORY (4g if not set);"
+            " if executors could not reach the database, docs/reference/spark.md says what they need.",
         ) from error
 
 
