@@ -68,18 +68,21 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             return None if one is None or other is None else _picked(replace(plan, left=one, right=other), items)
         case Join():
             return _compute(outer_as_union(plan), items)
-        case Exists(left=left, condition=condition, mark=mark):
-            below = _beside(left, items, used_ids(condition)) if not _reads(items, mark) else None
-            return None if below is None else _picked(replace(plan, left=below), items)
-        case Flip(left=left, left_delta=left_delta, condition=condition, mark=mark):
+        case Exists(left=left, right=right, condition=condition, mark=mark):
             if _reads(items, mark):
                 return None
-            tested = used_ids(condition)
-            below = _beside(left, items, tested)
-            change = _beside(_renamed(left_delta, left.columns), items, tested)
+            own = _apart(items, _ids(right))
+            below = _beside(left, own, used_ids(condition))
+            return None if below is None else _picked(replace(plan, left=below), own, items)
+        case Flip(left=left, left_delta=left_delta, right=right, condition=condition, mark=mark):
+            if _reads(items, mark):
+                return None
+            own, tested = _apart(items, _ids(right)), used_ids(condition)
+            below = _beside(left, own, tested)
+            change = _beside(_renamed(left_delta, left.columns), own, tested)
             if below is None or change is None:
                 return None
-            return _picked(replace(plan, left=below, left_delta=change), items)
+            return _picked(replace(plan, left=below, left_delta=change), own, items)
         case _:
             return None
 
@@ -91,10 +94,16 @@ def _beside(plan: Plan, items: Items, needed: set[str]) -> Plan | None:
     return _compute(plan, (*computed, *((column, column.ref()) for column in plan.columns if column.id in passed)))
 
 
-def _picked(plan: Plan, items: Items) -> Plan:
-    """The items, now that all of them are columns of the plan."""
-    return Project(
-        plan, tuple((column, value if isinstance(value, exp.Column) else column.ref()) for column, value in items)
+def _picked(plan: Plan, items: Items, wanted: Items | None = None) -> Plan:
+    """The items, now that all of them are columns of the plan, under the names of those that are wanted."""
+    values = [value if isinstance(value, exp.Column) else column.ref() for column, value in items]
+    return Project(plan, tuple((column, value) for (column, _), value in zip(wanted or items, values, strict=True)))
+
+
+def _apart(items: Items, taken: set[str]) -> Items:
+    """The items under ids that the other side does not use: a padded row has NULL under the ids of that very side."""
+    return tuple(
+        (replace(column, id=f"own_{column.id}") if column.id in taken else column, value) for column, value in items
     )
 
 

@@ -204,7 +204,9 @@ class _SparkCompiler:
                 for column, form in needed
             )
             rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
-        return f"SELECT {', '.join([*parts, 'CAST(1 AS BIGINT) AS w'])} FROM ({consolidated(rows, needed)}){group}"
+        # A call makes one row of a group without keys, also where nothing above reads any of its calls.
+        weight = "CAST(1 AS BIGINT)" if grouped else "CAST(1 + 0 * count(*) AS BIGINT)"
+        return f"SELECT {', '.join([*parts, f'{weight} AS w'])} FROM ({consolidated(rows, needed)}){group}"
 
 
 def _marks(value: str, mark: Column, wanted: Forms) -> list[str]:

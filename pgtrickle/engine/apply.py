@@ -104,7 +104,7 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
         else:
             for statement in state_ddl(program.linear, state):
                 run_as_owner(conn, row, statement)
-            if delta is not None:
+            if delta is not None or not program.linear.keys:  # without keys there is a group also of nothing
                 _run(conn, row, _load_state(program.linear, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
             counts = _run(conn, row, resync_statement(anything, program.linear, program.finish, state), [])
@@ -160,7 +160,7 @@ def _load_state(linear: Linear, state: str, relation: str | None) -> str:
     keys = ", ".join(name for name, _ in columns[: len(linear.keys)])
     totals = ", ".join(
         [name for name, _ in columns[: len(linear.keys)]]
-        + [f"sum({name})::{type_}" for name, type_ in linear.state_columns]
+        + [f"coalesce(sum({name}), 0)::{type_}" for name, type_ in linear.state_columns]
     )
     group = f" GROUP BY {keys}" if keys else ""
     return (

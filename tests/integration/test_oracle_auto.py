@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.corpus import load_corpus
+from tests.support.corpus import half_of_corpus, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle_rounds import run_rounds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.corpus import load_corpus
+from tests.support.corpus import half_of_corpus, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle_rounds import run_rounds
 
@@ -12,7 +12,7 @@ SEED = 20261116
 
 
 def test_half_of_the_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
-    assert run_rounds(database, load_corpus()[1::2], "spark", SEED)
+    assert run_rounds(database, half_of_corpus("spark"), "spark", SEED)
 
 
 @pytest.mark.long

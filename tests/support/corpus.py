@@ -8,7 +8,7 @@ from typing import Literal
 Mode = Literal["DIFFERENTIAL", "FULL"]
 
 CORPUS = Path(__file__).parent.parent / "fixtures" / "corpus"
-_HEADER = re.compile(r"^-- (name|mode|by_value): (.+)$")
+_HEADER = re.compile(r"^-- (name|mode|by_value|placement): (.+)$")
 
 SCHEMA_SQL: str = (CORPUS / "schema.sql").read_text(encoding="utf-8")
 
@@ -23,6 +23,8 @@ class CorpusQuery:
     mode: Mode
     by_value: frozenset[str]
     """Columns that hold keys, minima or maxima of a type whose `=` is not identity (1.5 and 1.50)."""
+    placement: str | None
+    """With which a bug was found: it runs with this one every time. None: with either."""
 
 
 def load_corpus() -> list[CorpusQuery]:
@@ -32,6 +34,12 @@ def load_corpus() -> list[CorpusQuery]:
     if len(set(names)) != len(names):
         raise ValueError(f"corpus names are not unique: {sorted({n for n in names if names.count(n) > 1})}")
     return queries
+
+
+def half_of_corpus(placement: str) -> list[CorpusQuery]:
+    """The queries that run with a placement in every test run: one half, and those that must."""
+    turn = ("auto", "spark")
+    return [query for i, query in enumerate(load_corpus()) if (query.placement or turn[i % 2]) == placement]
 
 
 def _read_file(path: Path) -> list[CorpusQuery]:
@@ -50,7 +58,8 @@ def _read_block(block: str, path: Path) -> CorpusQuery:
     if not sql.endswith(";") or sql.count(";") != 1:
         raise ValueError(f"{path.name}: {headers['name']} must be one statement that ends with ';'")
     by_value = frozenset(column.strip() for column in headers.get("by_value", "").split(",") if column.strip())
-    return CorpusQuery(headers["name"], sql[:-1], path.stem, _mode(headers.get("mode", "DIFFERENTIAL")), by_value)
+    mode = _mode(headers.get("mode", "DIFFERENTIAL"))
+    return CorpusQuery(headers["name"], sql[:-1], path.stem, mode, by_value, headers.get("placement"))
 
 
 def _mode(text: str) -> Mode:
