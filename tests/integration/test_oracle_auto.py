@@ -12,7 +12,7 @@ SEED = 20261115
 
 
 def test_half_of_the_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
-    statements = run_rounds(database, load_corpus()[::2], "auto", SEED)
+    statements = run_rounds(database, half_of_corpus("auto"), "auto", SEED)
     assert statements
 
 
