@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from psycopg import sql
 from pyarrow import csv
 
@@ -85,14 +86,14 @@ def load(conn: psycopg.Connection[Any], delta: Delta | None, owner: str | None) 
 
 def as_arrays(delta: pa.Table) -> list[str]:
     """Each column as the text of a PostgreSQL array."""
-    return [_array(column.cast(pa.string()).to_pylist()) for column in delta.columns]
+    return [_array(column.cast(pa.string()).combine_chunks()) for column in delta.columns]
 
 
-def _array(values: list[str | None]) -> str:
-    quoted = (
-        "NULL" if value is None else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values
-    )
-    return "{" + ",".join(quoted) + "}"
+def _array(values: pa.Array) -> str:
+    escaped = pc.replace_substring(pc.replace_substring(values, "\\", "\\\\"), '"', '\\"')
+    quoted = pc.fill_null(pc.binary_join_element_wise('"', escaped, '"', ""), "NULL")
+    joined = pc.binary_join(pa.LargeListArray.from_arrays([0, len(quoted)], quoted), ",")
+    return "{" + str(joined[0].as_py()) + "}"
 
 
 def _stage(conn: psycopg.Connection[Any], delta: pa.Table, owner: str | None) -> None:
@@ -107,4 +108,6 @@ def _stage(conn: psycopg.Connection[Any], delta: pa.Table, owner: str | None) ->
             buffer = io.BytesIO()
             csv.write_csv(pa.Table.from_batches([batch]), buffer, WRITE)
             copy.write(buffer.getvalue())
+    # The number of rows is known without it; a small sample tells how many keys there are.
+    conn.execute("SET LOCAL default_statistics_target = 5")
     conn.execute(sql.SQL("ANALYZE {}").format(table))

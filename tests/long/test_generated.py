@@ -1,5 +1,6 @@
 """Generated queries, many of them, in batches that are refreshed together: each equals its query after every refresh.
 
+Placements take turns: another query finds more than the same one with the other placement.
 PGTRICKLE_GENERATED sets how many, PGTRICKLE_SEED which. A failure prints seed and number; `generated(seed, number)` gives
 the query again.
 """
@@ -64,25 +65,25 @@ def test_generated_queries_are_exact_after_every_round(database: TestDatabase, b
                 wrong.append(f"{case.table}, round {number}: {error}\n{case.query.sql}")
                 cases.remove(case)
     print(f"{full} of {len(queries)} run as FULL")
-    assert not wrong, f"{len(wrong)} of {len(queries) * len(PLACEMENTS)}, seed {SEED}:\n\n" + "\n\n".join(wrong)
+    assert not wrong, f"{len(wrong)} of {len(queries)}, seed {SEED}:\n\n" + "\n\n".join(wrong)
     assert full <= MOST_FULL * len(queries)
 
 
 def _create(db: Database, queries: list[GeneratedQuery]) -> tuple[list[_Case], int, list[str]]:
-    """A stream table for each query and placement, how many queries are FULL, and what went wrong."""
+    """A stream table for each query, how many of them are FULL, and what went wrong."""
     cases: list[_Case] = []
     wrong: list[str] = []
     full = 0
     for query in queries:
-        for placement in PLACEMENTS:
-            name = f"st.{placement}_{query.number}"
-            try:
-                table = db.create_stream_table(name, query.sql, placement=placement, initialize=False)
-            except (PgtrickleError, psycopg.Error) as error:
-                wrong.append(f"{name} cannot be created: {error}\n{query.sql}")
-                continue
-            cases.append(_Case(query, name, table.effective_mode))
-        full += cases[-1].mode == "FULL"
+        placement = PLACEMENTS[query.number % 2]
+        name = f"st.{placement}_{query.number}"
+        try:
+            table = db.create_stream_table(name, query.sql, placement=placement, initialize=False)
+        except (PgtrickleError, psycopg.Error) as error:
+            wrong.append(f"{name} cannot be created: {error}\n{query.sql}")
+            continue
+        cases.append(_Case(query, name, table.effective_mode))
+        full += table.effective_mode == "FULL"
     return cases, full, wrong
 
 
