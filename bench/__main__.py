@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from bench import fusion, refresh, write_cost
+from bench.dataset import QUERIES
 from bench.server import bench_server
 from bench.tables import print_refresh, print_verdicts
 from bench.targets import refresh_verdicts
@@ -35,18 +36,21 @@ def main(context: click.Context) -> None:
 @main.command("refresh")
 @click.option("--rows", type=int, multiple=True, default=[1_000_000], show_default=True, help="Rows of the source.")
 @click.option("--changes", default=_LABELS, show_default=True, help="Changes per refresh, as numbers or percentages.")
+@click.option(
+    "--query", "queries", multiple=True, type=click.Choice(list(QUERIES)), help="Only this one; all if not given."
+)
 @click.option("--repeat", default=5, show_default=True, help="Measured cycles per size and change.")
 @click.option(
     "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench-results"), show_default=True
 )
-def refresh_command(rows: tuple[int, ...], changes: str, repeat: int, out: Path) -> None:
+def refresh_command(rows: tuple[int, ...], changes: str, queries: tuple[str, ...], repeat: int, out: Path) -> None:
     """Refreshes beside REFRESH MATERIALIZED VIEW."""
     from bench.plot import plot_phases, plot_times  # slow to import
 
     console, report = _console(), refresh.Report()
     with _progress(console) as say, bench_server() as bench:
         try:
-            refresh.run(bench, rows, changes.split(","), repeat, report, say)
+            refresh.run(bench, rows, changes.split(","), queries or tuple(QUERIES), repeat, report, say)
         except KeyboardInterrupt:
             if not report.cells:
                 raise

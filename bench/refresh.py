@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
 from time import perf_counter
 
 from psycopg import sql
@@ -90,37 +89,57 @@ def count_of(label: str, rows: int) -> int:
     return round(rows * float(label[:-1]) / 100) if label.endswith("%") else int(label)
 
 
-def run(bench: Bench, sizes: Sequence[int], labels: Sequence[str], repeats: int, report: Report, say: Progress) -> None:
-    """Measure everything into the report; sizes one after another, everything else interleaved."""
+def run(
+    bench: Bench,
+    sizes: Sequence[int],
+    labels: Sequence[str],
+    queries: Sequence[str],
+    repeats: int,
+    report: Report,
+    say: Progress,
+) -> None:
+    """Measure everything into the report; sizes and queries one after another, methods interleaved."""
     say("warming up Spark")
     warm_up()
     for rows in sizes:
-        _measure_size(bench, rows, labels, repeats, report, say)
+        say(f"{rows:,} rows: creating the tables")
+        create_tables(bench.conn, rows)
+        chance = random.Random(rows)
+        for query in queries:
+            _measure_query(bench, query, rows, labels, repeats, chance, report, say)
 
 
-def _measure_size(bench: Bench, rows: int, labels: Sequence[str], repeats: int, report: Report, say: Progress) -> None:
-    say(f"{rows:,} rows: creating the tables")
-    create_tables(bench.conn, rows)
-    for query, method in product(QUERIES, METHODS):
-        say(f"{rows:,} rows: first filling of {query}, {method}")
+def _measure_query(
+    bench: Bench,
+    query: str,
+    rows: int,
+    labels: Sequence[str],
+    repeats: int,
+    chance: random.Random,
+    report: Report,
+    say: Progress,
+) -> None:
+    """All methods on one query. The tables of others would take the memory of these."""
+    title = f"{rows:,} rows, {query}"
+    for method in METHODS:
+        say(f"{title}: first filling, {method}")
         report.loads.append(Load(rows, query, method, seconds(partial(_create, bench, query, method))))
     bench.conn.execute("VACUUM ANALYZE")
-    chance = random.Random(rows)
     for cycle in range(WARM_UP_CYCLES):
-        say(f"{rows:,} rows: warm-up cycle {cycle + 1} of {WARM_UP_CYCLES}")
+        say(f"{title}: warm-up cycle {cycle + 1} of {WARM_UP_CYCLES}")
         change(bench.conn, min(WARM_UP_CHANGES, rows // 10), chance)
-        for query, method in product(QUERIES, METHODS):
+        for method in METHODS:
             _refresh(bench, query, method)
     for label in labels:
-        cells = [Cell(rows, count_of(label, rows), label, query, method) for query, method in product(QUERIES, METHODS)]
+        cells = [Cell(rows, count_of(label, rows), label, query, method) for method in METHODS]
         for cycle in range(repeats):
-            say(f"{rows:,} rows, {label} changes: cycle {cycle + 1} of {repeats}")
+            say(f"{title}, {label} changes: cycle {cycle + 1} of {repeats}")
             _cycle(bench, cells, chance, cycle)
-        say(f"{rows:,} rows, {label} changes: looking at the Spark jobs")
+        say(f"{title}, {label} changes: looking at the Spark jobs")
         _look(bench, cells, chance)
         report.cells += cells
-    _verify(bench)
-    for query, method in product(QUERIES, METHODS):
+    _verify(bench, query)
+    for method in METHODS:
         _drop(bench, query, method)
 
 
@@ -142,7 +161,7 @@ def _cycle(bench: Bench, cells: Sequence[Cell], chance: random.Random, cycle: in
 
 
 def _rotated(cells: Sequence[Cell], by: int) -> Iterator[Cell]:
-    by = by * (len(METHODS) + 1) % len(cells)  # also moves the methods of one query past each other
+    by %= len(cells)
     yield from [*cells[by:], *cells[:by]]
 
 
@@ -181,8 +200,8 @@ def _drop(bench: Bench, query: str, method: str) -> None:
         bench.db.drop_stream_table(f"st_{query}_{method}")
 
 
-def _verify(bench: Bench) -> None:
+def _verify(bench: Bench, query: str) -> None:
     """A fast refresh that is wrong would be no result."""
-    for query, placement in product(QUERIES, PLACEMENTS):
+    for placement in PLACEMENTS:
         if not same_rows(bench.conn, f"st_{query}_{placement}", QUERIES[query]):
             raise RuntimeError(f"st_{query}_{placement} does not hold what its query gives")

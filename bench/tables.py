@@ -43,7 +43,7 @@ def print_refresh(console: Console, report: Report) -> None:
 def _print_loads(console: Console, report: Report) -> None:
     found = {(load.rows, load.query, load.method): load.seconds for load in report.loads}
     lines = []
-    for rows, query in dict.fromkeys((load.rows, load.query) for load in report.loads):
+    for rows, query in dict.fromkeys((load.rows, load.query) for load in report.loads if load.method == METHODS[-1]):
         taken = [found[rows, query, method] for method in METHODS]
         lines.append([f"{query}, {rows:,} rows", *map(ms, taken), *(f"{t / taken[-1]:.1f}" for t in taken[:-1])])
     heads = ["first filling", *(f"{m}, ms" for m in METHODS), *(f"{p} × {FULL}" for p in PLACEMENTS)]
@@ -55,7 +55,8 @@ def _print_times(console: Console, report: Report, rows: int, label: str) -> Non
     for query in QUERIES:
         cells = {method: report.cell(rows, label, query, method) for method in METHODS}
         full = cells[FULL]
-        assert full is not None
+        if full is None:  # the run was interrupted before
+            continue
         for placement in PLACEMENTS:
             cell = cells[placement]
             assert cell is not None
