@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import psycopg
 import pyarrow as pa
@@ -27,6 +26,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
+from pgtrickle.engine.copying import CopyOut
 from pgtrickle.engine.formats import PARSE, WRITE, arrow_type, conversion
 
 FORMAT = "pgtrickle"
@@ -93,31 +93,8 @@ class _Reader(DataSourceReader):
             for name, value in self.reading.settings.items():
                 conn.execute("SELECT set_config(%s, %s, true)", (name, value))
             command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(partition.text))
-            with conn.cursor() as cursor, cursor.copy(command) as copy:
-                yield from parse_csv(_Stream(copy), schema)
-
-
-class _Stream(io.RawIOBase):
-    """A COPY as a file, for Arrow's reader."""
-
-    def __init__(self, copy: psycopg.Copy) -> None:
-        self._copy = copy
-        self._rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = len(buffer)
-        parts, size = [self._rest], len(self._rest)
-        while size < wanted and (data := self._copy.read()):
-            parts.append(bytes(data))
-            size += len(data)
-        whole = b"".join(parts)
-        given = whole[:wanted]
-        self._rest = whole[wanted:]
-        buffer[: len(given)] = given
-        return len(given)
+            with conn.cursor() as cursor, cursor.copy(command):
+                yield from parse_csv(CopyOut(conn), schema)
 
 
 def parse_csv(stream: io.RawIOBase, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -14,9 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
-from psycopg import pq, sql
-from psycopg.abc import PQGen
-from psycopg.generators import copy_from
+from psycopg import sql
 from pyarrow import csv
 
 from pgtrickle.capture.frontier import Snapshot
@@ -25,6 +23,7 @@ from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
 from pgtrickle.compile.text import PART, WINDOW, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine.copying import CopyOut
 from pgtrickle.engine.formats import PARSE, conversion
 from pgtrickle.engine.origins import origins_of
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, scans_of
@@ -222,19 +221,11 @@ def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: p
     """The rows of a query as an Arrow table of the given schema."""
     command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
     with conn.cursor() as cursor, cursor.copy(command):
-        data = conn.wait(_all_rows(conn.pgconn))
+        data = CopyOut(conn).take()
     if not data:
         return schema.empty_table()
     read = csv.ReadOptions(column_names=schema.names, block_size=max(1 << 20, len(data) if len(data) < 1 << 28 else 0))
     return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
-
-
-def _all_rows(connection: pq.abc.PGconn) -> PQGen[bytes]:
-    """What a COPY gives. Iterating over psycopg's own object waits for every row by itself, which costs a third more."""
-    rows = []
-    while isinstance(row := (yield from copy_from(connection)), memoryview):
-        rows.append(row)
-    return b"".join(rows)
 
 
 def consolidate(table: pa.Table) -> pa.Table:

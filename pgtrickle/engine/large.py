@@ -30,13 +30,11 @@ from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.formats import spark_types
 from pgtrickle.engine.jobs import ZERO, Job
-from pgtrickle.engine.load import Delta, Staged
+from pgtrickle.engine.load import Staged
 from pgtrickle.engine.session import is_embedded, large_settings, spark_session
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
-# A result up to so many rows is collected and applied by the driver.
-COLLECTED = 100_000
 _PART = 16 << 20
 _MOST_PARTS = 256
 _BLOCK = 8192
@@ -62,8 +60,8 @@ class LargeWork:
             rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
         return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
 
-    def compute(self, job: Job, stage: str) -> Delta | None:
-        """The delta: collected where it is small, else in a table of that name; None where it is empty."""
+    def compute(self, job: Job, stage: str) -> Staged | None:
+        """The delta in a table of that name; None where nothing can come out."""
         with spark_errors(), large_settings():
             return self._compute(job, stage)
 
@@ -72,7 +70,7 @@ class LargeWork:
         if self._medium is not None:
             self._medium.release()
 
-    def _compute(self, job: Job, stage: str) -> Delta | None:
+    def _compute(self, job: Job, stage: str) -> Staged | None:
         names: dict[Fragment, str | None] = {}
         for i, (fragment, frame) in enumerate(self._frames.items()):
             names[fragment] = None if frame.isEmpty() else f"SELECT * FROM pgt_large_{i}"
@@ -80,17 +78,10 @@ class LargeWork:
         output = job.output(names.__getitem__)
         if output is None:
             return None
-        delta = spark_session().sql(output.select(job.columns)).where(_moves(job)).persist(StorageLevel.DISK_ONLY)
-        try:
-            rows = delta.count()
-            if rows > COLLECTED:
-                return self._stage(delta, stage, rows)
-            return delta.toArrow() if rows else None
-        finally:
-            delta.unpersist()
+        return self._stage(spark_session().sql(output.select(job.columns)).where(_moves(job)), stage)
 
-    def _stage(self, delta: DataFrame, stage: str, rows: int) -> Staged:
-        staged = Staged(stage, rows)
+    def _stage(self, delta: DataFrame, stage: str) -> Staged:
+        staged = Staged(stage)
         staged.create(self.conn, delta.columns)
         writing = Writing(_worker_conninfo(self.conn), staged.path)
         strings = delta.selectExpr(*(f"CAST({name} AS STRING) AS {name}" for name in delta.columns))

@@ -27,7 +27,6 @@ class Staged:
     """A delta that executors wrote to a table of its own. Rows of attempts that are not listed as done do not count."""
 
     table: str  # in pgtrickle_views
-    num_rows: int
 
     @property
     def path(self) -> tuple[str, str]:
@@ -52,7 +51,7 @@ class Staged:
             (self.table.rpartition("_")[0] + "_",),
         ).fetchall()
         for (name,) in left:
-            Staged(name, 0).drop(conn)
+            Staged(name).drop(conn)
         fields = sql.SQL(", ").join(sql.SQL("{} text").format(sql.Identifier(name)) for name in ("attempt", *columns))
         conn.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(sql.Identifier(*self.path), fields))
 
