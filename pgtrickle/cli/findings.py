@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 
 from pgtrickle.catalog.install import OLDEST_SERVER, installed_version, latest_version
-from pgtrickle.engine.session import _check_java
+from pgtrickle.engine.session import check_java
 from pgtrickle.errors import JavaMissingError
 
 Connection = psycopg.Connection[Any]
@@ -35,7 +35,7 @@ def find_problems(conn: Connection, held_seconds: float) -> list[Finding]:
 
 def _java() -> Iterator[Finding]:
     try:
-        _check_java()
+        check_java()
     except JavaMissingError as error:
         yield Finding("java", "this machine", error.message, error.hint or "")
 

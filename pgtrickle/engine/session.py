@@ -66,7 +66,7 @@ def spark_session() -> SparkSession:
     global _session
     with _lock:
         if _session is None:
-            _check_java()
+            check_java()
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             from pyspark.sql import SparkSession
 
@@ -113,7 +113,8 @@ def stop_spark() -> None:
             _session = None
 
 
-def _check_java() -> None:
+def check_java() -> None:
+    """Refuse, with the remedy, where Spark could not start."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     remedy = "Install a Java runtime 17 or newer (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME."

@@ -19,7 +19,7 @@ from pgtrickle.cli.demo.shop import SETTINGS, Writer, open_shop, stream_tables
 from pgtrickle.cli.demo.view import Board, Shown
 from pgtrickle.cli.spark_output import STARTING, quiet_jvm
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.session import _check_java
+from pgtrickle.engine.session import check_java
 from pgtrickle.errors import PgtrickleError
 
 REFRESH_SECONDS = 1.0
@@ -35,7 +35,7 @@ KINDS = {
 
 def play(seconds: float | None, rows: int) -> int:
     """Run it for some seconds, or until interrupted; gives the exit code."""
-    _check_java()  # before a minute's work, not after
+    check_java()  # before a minute's work, not after
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     with _server() as server, quiet_jvm():
         console.print(f"PostgreSQL {server.version} is running; loading the shop ({rows:,} order items)…")
