@@ -167,7 +167,10 @@ class Database:
                 view = "CREATE TEMP VIEW pgt_candidate AS " + query.rstrip().rstrip(";")
                 self.conn.execute(view.encode(), binary=True)
             except psycopg.errors.SyntaxError as error:
-                raise InvalidQueryError(f"the query is not valid: {error.diag.message_primary}") from error
+                raise InvalidQueryError(
+                    f"the query is not valid: {error.diag.message_primary}",
+                    "Give one SELECT, VALUES or WITH statement.",
+                ) from error
             row = self.conn.execute("SELECT 'pg_temp.pgt_candidate'::regclass::oid::bigint").fetchone()
             assert row is not None
             return self.engine.programs.compile(row[0], "candidate")

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 
 from pgtrickle.catalog.install import OLDEST_SERVER, installed_version, latest_version
+from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.session import check_java
 from pgtrickle.errors import JavaMissingError
 
@@ -110,10 +111,10 @@ def _stream_tables(conn: Connection) -> Iterator[Finding]:
         " FROM pgtrickle.pgt_stream_tables ORDER BY pgt_schema, pgt_name",
     )
     for name, status, why, errors, last_error, again, ownership, privilege in rows:
-        if ownership:
-            yield Finding("stream-table", name, ownership, "Drop the stream table and create it again.")
-        if privilege:
-            yield Finding("stream-table", name, privilege, "Grant SELECT on it to the stream table's owner.")
+        if ownership or privilege:
+            # Whatever else there is follows from it.
+            yield Finding("stream-table", name, ownership or privilege, problem_remedy(name, ownership or privilege))
+            continue
         if status == "ERROR" or errors:
             problem = f"failed {errors} times: {last_error or why}"
             yield Finding("stream-table", name, problem, f"Remove the cause and run `pgtrickle refresh {name}`.")

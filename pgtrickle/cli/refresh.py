@@ -30,7 +30,11 @@ def refresh(dsn: str | None, names: tuple[str, ...], everything: bool, local: bo
 
     with open_database(dsn) as database:
         if everything:
-            tables = [table for table in database.stream_tables() if table.status != "SUSPENDED"]
+            found = database.stream_tables()
+            tables = [table for table in found if table.status != "SUSPENDED"]
+            if len(tables) < len(found):
+                skipped = ", ".join(table.name for table in found if table.status == "SUSPENDED")
+                click.echo(f"suspended, not refreshed: {skipped}", err=True)
         else:
             tables = [database.stream_table(name) for name in names]
         results = bring_up_to_date(database, {table.name: table.id for table in tables}, local=local)

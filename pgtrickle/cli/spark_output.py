@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ from pgtrickle.engine.session import spark_is_running
 
 # A Spark phase without rows ends at once and starts nothing; only one that lasts is worth a message.
 PATIENCE = 0.3
-STARTING = "starting Spark (5 to 10 s)…"
+STARTING = "starting Spark, which takes some seconds…"
 STEPS = {"cut": "reading changes", "fetch": "computing", "spark": "computing on Spark", "load": "writing"}
 
 
@@ -32,6 +33,8 @@ def quiet_jvm() -> Iterator[None]:
     if spark_is_running():
         yield
         return
+    # Without a handler py4j's errors, of which we are told anyway, would be printed.
+    logging.getLogger().addHandler(logging.NullHandler())
     sys.stderr.flush()
     former_stream, former = sys.stderr, os.dup(2)
     with tempfile.TemporaryFile() as log, os.fdopen(former, "w", buffering=1) as stream:

@@ -26,7 +26,12 @@ Examples:
 @click.argument("name")
 @click.argument("query", required=False)
 @click.option("-f", "--file", type=click.File(encoding="utf-8"), help="Read the query from a file; - is stdin.")
-@click.option("--schedule", default="calculated", show_default=True, help="A duration (30s, 5m) or a cron expression.")
+@click.option(
+    "--schedule",
+    default="calculated",
+    show_default=True,
+    help="A duration (30s, 5m) or a cron expression. Kept for the service of a later release.",
+)
 @click.option("--mode", type=MODE, default="AUTO", show_default=True, help="DIFFERENTIAL refuses what cannot be it.")
 @click.option("--placement", type=PLACEMENT, help="Where joins and aggregates run; default: the database's setting.")
 @click.option("--no-init", is_flag=True, help="Leave the table empty until its first refresh.")
@@ -58,7 +63,8 @@ def create(
             print_json(table)
             return
         why = f" ({table.mode_reason})" if table.mode_reason else ""
-        click.echo(f"created {table.name}, refreshed {table.effective_mode}{why}")
+        mode = {"DIFFERENTIAL": "differentially", "FULL": "in full"}.get(table.effective_mode or "", "as it turns out")
+        click.echo(f"created {table.name}; it will be refreshed {mode}{why}")
 
 
 @click.command(

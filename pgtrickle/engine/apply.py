@@ -253,16 +253,20 @@ def _record(
 def record_failure(
     conn: psycopg.Connection[Any], row: StreamTableRow, token: int, error: BaseException | None, initiated_by: str
 ) -> None:
-    """Give the claim back and tell what happened."""
+    """Give the claim back and tell what happened. Who was interrupted did not fail."""
     sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
+    failed = isinstance(error, Exception)
+    told = str(error) if failed else "interrupted"
     with conn.transaction():
         conn.execute(
             "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL, apply_xid = NULL,"
-            " consecutive_errors = consecutive_errors + 1, last_error = %s WHERE pgt_id = %s AND fencing_token = %s",
-            (str(error), row.pgt_id, token),
+            " consecutive_errors = consecutive_errors + %(failed)s::int,"
+            " last_error = CASE WHEN %(failed)s THEN %(told)s ELSE last_error END"
+            " WHERE pgt_id = %(id)s AND fencing_token = %(token)s",
+            {"failed": failed, "told": told, "id": row.pgt_id, "token": token},
         )
         conn.execute(
             "INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, end_time, status, initiated_by,"
             " error, sqlstate) VALUES (%s, %s, %s, clock_timestamp(), 'FAILED', %s, %s, %s)",
-            (row.pgt_id, row.pgt_schema, row.pgt_name, initiated_by, str(error), sqlstate),
+            (row.pgt_id, row.pgt_schema, row.pgt_name, initiated_by, told, sqlstate),
         )

@@ -20,6 +20,7 @@ from psycopg.rows import dict_row
 
 from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Programs
@@ -174,7 +175,7 @@ class Engine:
                 )
                 work.error = PrivilegeError(
                     f"{work.row.label} cannot be refreshed: {work.row.problem}",
-                    "Give the right back, or drop and create the stream table again; then set its status to ACTIVE.",
+                    problem_remedy(work.row.label, work.row.problem),
                 )
 
     def _claim(self, ids: Sequence[int]) -> list[Work]:

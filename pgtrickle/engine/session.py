@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -75,8 +76,19 @@ def spark_session() -> SparkSession:
             # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
             for name, value in (_SETTINGS | (_LOCAL if is_embedded() else {})).items():
                 builder = builder.config(name, value)
-            _session = builder.getOrCreate()
+            _session = _started(builder)
         return _session
+
+
+def _started(builder: SparkSession.Builder) -> SparkSession:
+    """The session; Ctrl-C stays what it was. Spark's own handler talks to the JVM, in the middle of whatever was said to it."""
+    if threading.current_thread() is not threading.main_thread():
+        return builder.getOrCreate()
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        return builder.getOrCreate()
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 @contextmanager

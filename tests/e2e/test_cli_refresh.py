@@ -150,6 +150,30 @@ def equal(conn: psycopg.Connection, name: str, query: str) -> bool:
     return sorted(stored) == sorted(conn.execute(query.encode()).fetchall())
 
 
+def test_ctrl_c_while_spark_starts_is_quiet(shop: TestDatabase, conn: psycopg.Connection) -> None:
+    succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
+    process = subprocess.Popen(
+        [EXECUTABLE, "refresh", "revenue"], env=environment(shop.dsn), stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith(STARTING)
+    process.send_signal(signal.SIGINT)
+    stderr = process.communicate(timeout=60)[1]
+    assert (process.returncode, stderr.strip()) == (130, "interrupted")
+    assert conn.execute("SELECT claimed_by, consecutive_errors, last_error FROM pgtrickle.pgt_stream_tables").fetchone() == (
+        None, 0, None,
+    )  # fmt: skip
+    history = json.loads(succeed(shop.dsn, "history", "revenue", "--json"))
+    assert [(refresh["status"], refresh["error"]) for refresh in history] == [("FAILED", "interrupted")]
+
+
+def test_refresh_all_names_what_it_leaves_out(shop: TestDatabase) -> None:
+    succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
+    succeed(shop.dsn, "alter", "revenue", "--status", "SUSPENDED")
+    refreshed = cli(shop.dsn, "refresh", "--all")
+    assert (refreshed.returncode, refreshed.stderr) == (0, "suspended, not refreshed: public.revenue\n")
+
+
 def test_ctrl_c_gives_the_stream_table_back(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     with psycopg.connect(shop.dsn) as blocker:

@@ -18,10 +18,11 @@ import pytest
 from psycopg import sql
 
 import pgtrickle
+from pgtrickle.cli.findings import find_problems
 from pgtrickle.embedded.account import hand_over, server_account
 from pgtrickle.embedded.binaries import ServerVersion, find_binaries
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError
 from tests.support.database import SERVER_SETTINGS, TestDatabase, prepare_server
 from tests.support.killable import stopped_at
 from tests.support.oracle import assert_equal_to_query
@@ -507,6 +508,33 @@ def test_a_source_dropped_with_cascade_has_a_clear_error(db: pgtrickle.Database,
     db.drop_stream_table("kept")
     db.refresh_all()
     assert [table.name.rpartition(".")[2] for table in db.stream_tables()] == ["others"]
+
+
+@pytest.mark.parametrize("noticed", [False, True], ids=["before a refresh", "after one failed"])
+def test_a_new_query_mends_what_a_dropped_column_broke(noticed: bool, db: pgtrickle.Database, conn: Connection) -> None:
+    conn.execute("CREATE TABLE sale (id int PRIMARY KEY, place text, val int)")
+    conn.execute("INSERT INTO sale SELECT i, 'p' || i % 3, i FROM generate_series(1, 20) AS i")
+    db.create_stream_table("places", "SELECT place, count(*) AS n FROM sale WHERE val > 3 GROUP BY place")
+    conn.execute("ALTER TABLE sale DROP COLUMN val CASCADE")
+    [status] = db.status()
+    assert status.status_reason == "its query view was dropped, together with something it reads"
+    [finding] = [found for found in find_problems(conn, 3600) if found.check == "stream-table"]
+    assert "pgtrickle alter public.places --query" in finding.remedy
+    if noticed:
+        with pytest.raises(PrivilegeError, match="query view was dropped") as raised:
+            db.refresh("places")
+        assert raised.value.hint == finding.remedy
+        assert db.stream_table("places").status == "SUSPENDED"
+    query = "SELECT place, count(*) AS n FROM sale WHERE id > 3 GROUP BY place"
+    assert db.alter_stream_table("places", query=query).status == "ACTIVE"
+    [result] = db.refresh_all()
+    assert (result.action, result.reason) == ("REINITIALIZE", "query changed")
+    assert_equal_to_query(conn, "places", query)
+    conn.execute("DELETE FROM sale WHERE id > 15")
+    assert db.refresh("places")[0].action == "DIFFERENTIAL"
+    assert_equal_to_query(conn, "places", query)
+    assert db.status()[0].status_reason is None
+    assert [found for found in find_problems(conn, 3600) if found.check == "stream-table"] == []
 
 
 # -- the stream table altered by hand ----------------------------------------------------------------------------------

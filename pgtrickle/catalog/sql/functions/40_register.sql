@@ -198,8 +198,13 @@ AS $$
 #variable_conflict use_column
 BEGIN
     PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'alter');
+    IF _change.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
+                                             WHERE s.pgt_id = id AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
+        status := coalesce(_change.status, 'ACTIVE'); -- it was suspended for want of a query
+    END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET
         defining_query = coalesce(_change.query, s.defining_query),
+        view_relid = coalesce(to_regclass('pgtrickle_views.q_' || id), s.view_relid),
         session_settings = coalesce(_change.session_settings, s.session_settings),
         schedule = coalesce(_change.schedule, s.schedule),
         refresh_mode = coalesce(_change.refresh_mode, s.refresh_mode),

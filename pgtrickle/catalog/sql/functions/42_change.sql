@@ -60,8 +60,10 @@ BEGIN
     END IF;
     PERFORM pgtrickle._check_query(view);
     EXECUTE format('DROP VIEW %s', view);
-    PERFORM pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
-    PERFORM pgtrickle._attach_sources(stream_table.view_relid);
+    -- A new view where the old one was dropped with something it read.
+    view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
+    EXECUTE format('GRANT SELECT ON %s TO %I', view, pgtrickle._service_role());
+    PERFORM pgtrickle._attach_sources(view);
 END
 $$;
 

@@ -7,7 +7,8 @@ RETURNS TABLE (
     consecutive_errors integer, last_error text, last_refresh_at timestamptz, last_action text, last_status text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT s.pgt_id, coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name), s.status, s.status_reason,
+    SELECT s.pgt_id, coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name), s.status,
+           coalesce(s.status_reason, pgtrickle._ownership_problem(s.pgt_id)),
            s.refresh_mode, s.effective_mode, s.mode_reason, s.schedule, clock_timestamp() - s.data_timestamp, s.data_timestamp,
            s.reinit_reason, s.consecutive_errors, s.last_error, h.end_time, h.action, h.status
     FROM pgtrickle.pgt_stream_tables AS s

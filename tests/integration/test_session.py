@@ -1,0 +1,13 @@
+"""The Spark session and the process it lives in."""
+
+from __future__ import annotations
+
+import signal
+
+from pgtrickle.engine.session import spark_session
+
+
+def test_spark_leaves_ctrl_c_to_whoever_had_it() -> None:
+    spark_session()
+    handler = signal.getsignal(signal.SIGINT)
+    assert not (getattr(handler, "__module__", None) or "").startswith("pyspark")
