@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from pgtrickle.engine.fetch import Part
 from pgtrickle.engine.formats import spark_types
@@ -17,6 +17,8 @@ from pgtrickle.query.plan import Fragment
 _BUNDLED_TABLES = 4
 _BUNDLED_ROWS = 10_000
 _COMPARED_ROWS = 1_000
+_LOCAL_ROWS = 4_000
+_LOCAL_BYTES = "spark.sql.execution.arrow.localRelationThreshold"
 # Spark shuffles what it does not know to be one partition.
 _SELECT = "SELECT /*+ COALESCE(1) */"
 
@@ -68,16 +70,30 @@ class Relations:
         if not self._bundled:
             for number, table in tables:
                 numbered = table.rename_columns([f"s{i}" for i in range(table.num_columns)])
-                spark.createDataFrame(numbered).createOrReplaceTempView(f"pgt_{number}")
+                _frame(spark, numbered).createOrReplaceTempView(f"pgt_{number}")
         elif tables:
             width = max(table.num_columns for _, table in tables)
             rows = pa.concat_tables([_as_strings(number, table, width) for number, table in tables])
-            spark.createDataFrame(rows).createOrReplaceTempView("pgt_rows")
+            _frame(spark, rows).createOrReplaceTempView("pgt_rows")
 
     def _number(self, table: pa.Table) -> int:
         """The number of a table; small ones with the same rows, as many lookups give, have the same."""
         key = id(table) if table.num_rows > _COMPARED_ROWS else _content(table)
         return self._tables.setdefault(key, (len(self._tables), table))[0]
+
+
+def _frame(spark: SparkSession, table: pa.Table) -> DataFrame:
+    """The table for Spark: a few rows as a local relation, which it plans cheaply, more as the Arrow batches they are.
+
+    The optimiser turns each row of a local relation into objects, at every projection.
+    """
+    if table.num_rows <= _LOCAL_ROWS:
+        return spark.createDataFrame(table)
+    spark.conf.set(_LOCAL_BYTES, "0")
+    try:
+        return spark.createDataFrame(table)
+    finally:
+        spark.conf.unset(_LOCAL_BYTES)
 
 
 def _content(table: pa.Table) -> bytes:

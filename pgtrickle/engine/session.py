@@ -37,8 +37,6 @@ _SETTINGS = {
     # A broadcast is a job of its own; what is in one partition is joined where it is.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     "spark.sql.join.preferSortMergeJoin": "false",
-    # Arrow batches stay what they are; as a local relation the optimiser would turn each row into objects, several times.
-    "spark.sql.execution.arrow.localRelationThreshold": "0",
     "spark.log.level": "ERROR",
     "spark.driver.maxResultSize": "0",
     # One fused text holds many small aggregations in one task; each takes at least a page.
