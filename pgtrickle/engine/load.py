@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import psycopg
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 from pyarrow import csv
 
@@ -85,14 +84,14 @@ def load(conn: psycopg.Connection[Any], delta: Delta | None, owner: str | None) 
 
 def as_arrays(delta: pa.Table) -> list[str]:
     """Each column as the text of a PostgreSQL array."""
-    return [_array(column.cast(pa.string()).combine_chunks()) for column in delta.columns]
+    return [_array(column.cast(pa.string()).to_pylist()) for column in delta.columns]
 
 
-def _array(values: pa.Array) -> str:
-    escaped = pc.replace_substring(pc.replace_substring(values, "\\", "\\\\"), '"', '\\"')
-    quoted = pc.fill_null(pc.binary_join_element_wise('"', escaped, '"', ""), "NULL")
-    joined = pc.binary_join(pa.LargeListArray.from_arrays([0, len(quoted)], quoted), ",")
-    return "{" + str(joined[0].as_py()) + "}"
+def _array(values: list[str | None]) -> str:
+    quoted = (
+        "NULL" if value is None else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values
+    )
+    return "{" + ",".join(quoted) + "}"
 
 
 def _stage(conn: psycopg.Connection[Any], delta: pa.Table, owner: str | None) -> None:

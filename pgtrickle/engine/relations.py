@@ -35,7 +35,8 @@ class Input:
 class Relations:
     """Queries for the fragments of some jobs, and the tables behind them."""
 
-    def __init__(self, jobs: Sequence[Input]) -> None:
+    def __init__(self, jobs: Sequence[Input], prefix: str) -> None:
+        self._prefix = prefix  # of the names that Spark knows them by
         self._together = len(jobs) > 1
         tables = [table for item in jobs for table in item.tables.values() if table.num_rows]
         rows = sum(table.num_rows for table in tables)
@@ -50,14 +51,14 @@ class Relations:
         if self._bundled:
             typed = enumerate(spark_types(table.schema))
             items = ", ".join(f"CAST(s{i} AS {type_}) AS {name}" for i, (name, type_) in typed)
-            return f"{_SELECT} {items} FROM pgt_rows WHERE t = {self._number(table)}"
+            return f"{_SELECT} {items} FROM {self._prefix}_rows WHERE t = {self._number(table)}"
         if part is None or not self._together:
             items = ", ".join(f"s{i} AS {name}" for i, name in enumerate(table.schema.names))
-            return f"{_SELECT} {items} FROM pgt_{self._number(table)}"
+            return f"{_SELECT} {items} FROM {self._prefix}_{self._number(table)}"
         position = {name: f"s{i}" for i, name in enumerate(part.whole.schema.names)}
         items = ", ".join(f"{position[column]} AS {name}" for name, column in [*part.slice.columns.items(), ("w", "w")])
         where = f" WHERE {position[part.slice.flag]}" if part.slice.flag is not None else ""
-        rows = f"{_SELECT} {items} FROM pgt_{self._number(part.whole)}{where}"
+        rows = f"{_SELECT} {items} FROM {self._prefix}_{self._number(part.whole)}{where}"
         if not item.job.adds_up and part.slice.columns:
             # Nothing above it adds up what is equal in these columns alone.
             names = ", ".join(part.slice.columns)
@@ -70,11 +71,11 @@ class Relations:
         if not self._bundled:
             for number, table in tables:
                 numbered = table.rename_columns([f"s{i}" for i in range(table.num_columns)])
-                _frame(spark, numbered).createOrReplaceTempView(f"pgt_{number}")
+                _frame(spark, numbered).createOrReplaceTempView(f"{self._prefix}_{number}")
         elif tables:
             width = max(table.num_columns for _, table in tables)
             rows = pa.concat_tables([_as_strings(number, table, width) for number, table in tables])
-            _frame(spark, rows).createOrReplaceTempView("pgt_rows")
+            _frame(spark, rows).createOrReplaceTempView(f"{self._prefix}_rows")
 
     def _number(self, table: pa.Table) -> int:
         """The number of a table; small ones with the same rows, as many lookups give, have the same."""

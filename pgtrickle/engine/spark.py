@@ -1,11 +1,14 @@
-"""Running the jobs of one refresh on Spark: one text, one job, whatever the number of stream tables."""
+"""Running the jobs of one refresh on Spark: many stream tables in one text, a few texts side by side."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -17,18 +20,26 @@ from pgtrickle.engine.relations import Input, Relations
 from pgtrickle.engine.session import spark_session
 from pgtrickle.errors import RefreshError
 
-# Spark's planning grows faster than the text: beyond this, several texts are quicker than one.
-FUSED = 32
+# Spark plans a text in one thread, and its time grows faster than the text: several are planned side by side, each with
+# as many stream tables as make up for what a text costs by itself.
+FEWEST = 5
+MOST = 32
 
 
 def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
     """The deltas of all jobs, in as few Spark jobs as are worth it."""
-    return [delta for i in range(0, len(jobs), FUSED) for delta in _run_fused(jobs[i : i + FUSED])]
+    cores = os.cpu_count() or 1
+    size = min(max(-(-len(jobs) // cores), FEWEST), MOST)
+    texts = [jobs[i : i + size] for i in range(0, len(jobs), size)]
+    if len(texts) < 2:
+        return _run_fused(jobs, 0)
+    with ThreadPoolExecutor(cores, "pgtrickle-spark") as pool:
+        return [delta for deltas in pool.map(_run_fused, texts, count()) for delta in deltas]
 
 
-def _run_fused(jobs: Sequence[Input]) -> list[pa.Table | None]:
+def _run_fused(jobs: Sequence[Input], number: int) -> list[pa.Table | None]:
     """Each job's delta as a table of strings, weight first; None where it is empty. Starts nothing where all are."""
-    relations = Relations(jobs)
+    relations = Relations(jobs, f"pgt_{number}")
     texts: list[tuple[int, str]] = []
     width = max((len(item.job.columns) for item in jobs), default=0)
     for i, item in enumerate(jobs):
