@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,11 @@ VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pg", choices=sorted(VERSIONS), default="18", help="major version of PostgreSQL (default: 18)")
+
+
+def pytest_configure() -> None:
+    # What a script starts in the background ignores Ctrl-C; so would the commands that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

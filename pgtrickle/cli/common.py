@@ -112,10 +112,13 @@ def age(seconds: float | None) -> str | None:
 
 
 def stop_on_signals() -> None:
-    """Let SIGTERM and a closed terminal end the command as Ctrl-C does, so that everything is closed on the way out."""
+    """Let SIGTERM and a closed terminal end the command as Ctrl-C does, so that everything is closed on the way out.
+
+    Ctrl-C too, for what a script starts in the background ignores it otherwise.
+    """
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGHUP, interrupt)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, interrupt)
