@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import count
 
 import pyarrow as pa
@@ -24,17 +24,22 @@ from pgtrickle.errors import RefreshError
 # as many stream tables as make up for what a text costs by itself.
 FEWEST = 5
 MOST = 32
+_CORES = os.cpu_count() or 1
 
 
 def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
     """The deltas of all jobs, in as few Spark jobs as are worth it."""
-    cores = os.cpu_count() or 1
-    size = min(max(-(-len(jobs) // cores), FEWEST), MOST)
+    size = min(max(-(-len(jobs) // _CORES), FEWEST), MOST)
     texts = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     if len(texts) < 2:
         return _run_fused(jobs, 0)
-    with ThreadPoolExecutor(cores, "pgtrickle-spark") as pool:
-        return [delta for deltas in pool.map(_run_fused, texts, count()) for delta in deltas]
+    return [delta for deltas in _threads().map(_run_fused, texts, count()) for delta in deltas]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Kept, for each thread has a connection to the JVM, and a thread there."""
+    return ThreadPoolExecutor(_CORES, "pgtrickle-spark")
 
 
 def _run_fused(jobs: Sequence[Input], number: int) -> list[pa.Table | None]:
