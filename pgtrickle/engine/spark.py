@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from itertools import count
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,8 +32,8 @@ def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
     size = min(max(-(-len(jobs) // _CORES), FEWEST), MOST)
     texts = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     if len(texts) < 2:
-        return _run_fused(jobs, 0)
-    return [delta for deltas in _threads().map(_run_fused, texts, count()) for delta in deltas]
+        return _run_fused(jobs)
+    return [delta for deltas in _threads().map(_run_fused, texts) for delta in deltas]
 
 
 @cache
@@ -42,9 +42,10 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_CORES, "pgtrickle-spark")
 
 
-def _run_fused(jobs: Sequence[Input], number: int) -> list[pa.Table | None]:
+def _run_fused(jobs: Sequence[Input]) -> list[pa.Table | None]:
     """Each job's delta as a table of strings, weight first; None where it is empty. Starts nothing where all are."""
-    relations = Relations(jobs, f"pgt_{number}")
+    # A thread runs one text at a time: names of its own keep it from the rows of one that failed elsewhere and still runs.
+    relations = Relations(jobs, f"pgt_{threading.get_ident()}")
     texts: list[tuple[int, str]] = []
     width = max((len(item.job.columns) for item in jobs), default=0)
     for i, item in enumerate(jobs):
