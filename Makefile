@@ -39,7 +39,7 @@ test: lint java ## Check style and types, then run all tests that take seconds, 
 	scripts/test-versions $(PYTEST) -n $(WORKERS) --dist loadfile
 
 test-long: $(STAMP) java ## Run the tests that take minutes
-	$(PYTEST) -m long
+	$(PYTEST) -m long -n $(WORKERS) --dist load
 
 bench: $(STAMP) java ## Measure, print the table, write the plot
 	$(BIN)/python -m bench
