@@ -46,8 +46,10 @@ def take_cut(conn: psycopg.Connection[Any], views: Sequence[str]) -> Iterator[Cu
     A lock on a view locks the tables behind it, with the rights of the view's owner.
     """
     with conn.transaction():
+        # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        set_local(conn, {"lock_timeout": LOCK_TIMEOUT, "statement_timeout": STATEMENT_TIMEOUT})
+        conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(LOCK_TIMEOUT)))
+        conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
         if views:
             names = sql.SQL(", ").join(sql.Identifier("pgtrickle_views", name) for name in sorted(views))
             try:
