@@ -62,7 +62,7 @@ class StreamTableStatus:
     effective_mode: str | None
     mode_reason: str | None
     reinit_reason: str | None
-    staleness: float | None  # seconds since the cut that the rows are of
+    staleness: float | None  # seconds since it was last known to be what its query says
     errors: int  # failed refreshes since the last good one
     last_error: str | None
     last_status: str | None
@@ -112,6 +112,7 @@ class Database:
         self.close()
 
     def close(self) -> None:
+        self.engine.claims.lease.end()
         self.conn.close()
 
     def install(self, *, service_role: str | None = None) -> int:
@@ -243,13 +244,29 @@ class Database:
             ).fetchall()
 
     def staleness(self, name: str) -> float | None:
-        """Seconds since the cut that the stream table's rows are of; None before its first refresh."""
-        row = self.conn.execute(
-            "SELECT extract(epoch FROM clock_timestamp() - data_timestamp)::float8 FROM pgtrickle.pgt_stream_tables"
-            " WHERE pgt_id = %s",
-            (self.id_of(name),),
-        ).fetchone()
+        """Seconds since the stream table was last known to be what its query says; None before its first refresh."""
+        row = self.conn.execute("SELECT pgtrickle._staleness(%s)", (self.id_of(name),)).fetchone()
         return row[0] if row is not None else None
+
+    def wait_until_fresh(self, name: str, timeout: float = 60.0) -> None:
+        """Return when the stream table includes everything that was committed before the call. Needs a service."""
+        require_installed(self.conn)
+        with _clear_errors(name):
+            self.conn.execute(
+                "CALL pgtrickle.wait_until_fresh(%s, make_interval(secs => %s))", (name, timeout), prepare=False
+            )
+
+    def pause(self) -> None:
+        """Start no refresh in this database any more; what runs is finished, changes go on being captured."""
+        self.conn.execute("SELECT pgtrickle.pause()")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.conn.execute("SELECT pgtrickle.resume()")
+
+    def drain(self, timeout: float = 60.0) -> None:
+        """Pause, and return when nothing runs any more."""
+        self.conn.execute("CALL pgtrickle.drain(make_interval(secs => %s))", (timeout,))
 
     def explain(self, name: str) -> str:
         """The delta plan as a tree: what runs where, and why."""

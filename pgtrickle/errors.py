@@ -78,6 +78,14 @@ class SourceChangedError(RefreshError):
     """A source was altered, replaced or dropped so that the stream table cannot be maintained as it stands."""
 
 
+class SourceLockedError(RefreshError):
+    """Another session keeps a table locked that the stream table reads."""
+
+
+class FuseBlownError(RefreshError):
+    """More changes came at once than the stream table's fuse lets pass."""
+
+
 class JavaMissingError(PgtrickleError):
     """Spark needs a Java runtime, and there is none or it is too old."""
 

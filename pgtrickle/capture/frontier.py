@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -13,6 +13,7 @@ class Snapshot:
     xmin: int
     xmax: int
     in_progress: tuple[int, ...] = ()
+    passed: int | None = None  # a later transaction that was seen nevertheless: the one that stored it
 
     @classmethod
     def parse(cls, text: str) -> Snapshot:
@@ -36,7 +37,9 @@ class Frontier:
     def from_json(cls, value: dict[str, Any] | None) -> Frontier | None:
         if value is None:
             return None
-        return cls(value["node"], Snapshot.parse(value["snapshot"]), value["meaning"])
+        snapshot = replace(Snapshot.parse(value["snapshot"]), passed=value.get("passed"))
+        return cls(value["node"], snapshot, value["meaning"])
 
     def to_json(self) -> dict[str, Any]:
-        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning}
+        passed = {"passed": self.snapshot.passed} if self.snapshot.passed is not None else {}
+        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning} | passed

@@ -16,4 +16,7 @@ def since(frontier: Snapshot, column: str) -> sql.Composable:
     if frontier.in_progress:
         running = sql.SQL("{} = ANY ({})").format(sql.Identifier(column), sql.Literal(list(frontier.in_progress)))
         condition = sql.SQL("({} OR {})").format(condition, running)
+    if frontier.passed is not None:
+        passed = sql.SQL("{} <> {}").format(sql.Identifier(column), sql.Literal(frontier.passed))
+        condition = sql.SQL("({} AND {})").format(condition, passed)
     return condition

@@ -75,7 +75,8 @@ def _held_back(conn: Connection, seconds: float) -> Iterator[Finding]:
         conn,
         "SELECT pid, usename, coalesce(state, 'unknown'), extract(epoch FROM clock_timestamp() - xact_start)::bigint,"
         " age(backend_xmin) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname = current_database()"
-        " AND backend_type = 'client backend' AND (xact_start < clock_timestamp() - make_interval(secs => %(limit)s)"
+        " AND coalesce(backend_type, 'client backend') = 'client backend'"
+        " AND (xact_start < clock_timestamp() - make_interval(secs => %(limit)s)"
         " OR (xact_start IS NULL AND age(backend_xmin) > 1000000)) ORDER BY xact_start",
         {"limit": seconds},
     )
@@ -160,7 +161,7 @@ def _requests(conn: Connection) -> Iterator[Finding]:
         conn,
         "SELECT count(*), extract(epoch FROM clock_timestamp() - min(requested_at))::bigint FROM pgtrickle.pgt_requests"
         " WHERE status IN ('PENDING', 'RUNNING') HAVING count(*) > 0 AND NOT EXISTS (SELECT FROM pgtrickle.pgt_services"
-        "  WHERE last_seen > clock_timestamp() - interval '30 seconds')",
+        "  WHERE kind = 'service' AND lease_expires > clock_timestamp())",
     )
     for number, seconds in rows:
         yield Finding(

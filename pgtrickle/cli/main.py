@@ -12,9 +12,13 @@ from pgtrickle.cli.catalog import install, uninstall, upgrade
 from pgtrickle.cli.demo import demo
 from pgtrickle.cli.doctor import doctor
 from pgtrickle.cli.inspect import explain, history, list_tables, status
+from pgtrickle.cli.operate import drain, pause, resume, wait
+from pgtrickle.cli.profile import profile
 from pgtrickle.cli.refresh import refresh
 from pgtrickle.cli.run import run
 from pgtrickle.cli.tables import alter, create, drop
+from pgtrickle.cli.top import top
+from pgtrickle.cli.tune import tune
 from pgtrickle.errors import ConnectionFailedError, PgtrickleError, RefreshConflictError
 
 FAILED, CONFLICT, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
@@ -52,6 +56,7 @@ def cli(context: click.Context, dsn: str | None) -> None:
 
 for command in (
     install, uninstall, upgrade, create, alter, drop, refresh, list_tables, status, explain, history, doctor, demo, run,
+    wait, pause, resume, drain, top, profile, tune,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -16,7 +16,7 @@ from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshError
 WAIT_SECONDS = 600.0
 # A service says every few seconds that it is there.
 SERVICE_SEEN = (
-    "SELECT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE last_seen > clock_timestamp() - interval '30 s')"
+    "SELECT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND lease_expires > clock_timestamp())"
 )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,53 +14,111 @@ from pgtrickle.cli.common import open_database, stop_on_signals, with_dsn
 from pgtrickle.errors import RefreshConflictError, RefreshError
 
 if TYPE_CHECKING:
-    from pgtrickle.cli.serving import Served
+    from pgtrickle.service.config import ServiceConfig
 
 
 @click.command(
     epilog="""\b
 Examples:
-  pgtrickle run --once
-  pgtrickle run"""
+  pgtrickle run                           watch the server that --dsn, PGTRICKLE_DSN or libpq's variables name
+  pgtrickle run --config pgtrickle.toml   watch the servers of the file
+  pgtrickle run --once                    serve the requests that wait in one database, and end"""
 )
-@click.option("--once", is_flag=True, help="Serve the requests that are waiting now, and end.")
+@click.option("--once", is_flag=True, help="Serve the requests that are waiting now in one database, and end.")
+@click.option(
+    "--config",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    envvar="PGTRICKLE_CONFIG",
+    help="The configuration file; pgtrickle.toml in this directory if there is one and no DSN is given.",
+)
+@click.option("--http", help="host:port for /metrics, /healthz and /readyz (127.0.0.1:9187; '' for none).")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="How log lines are written (text).")
+@click.option("--drain-seconds", type=float, help="How long running refreshes may take when the service ends (30).")
+@click.option("--database", "databases", multiple=True, help="Only this database; may be given more than once.")
 @with_dsn
-def run(dsn: str | None, once: bool) -> None:
-    """Serve refreshes that were asked for in SQL (pgtrickle.refresh_stream_table, refresh_and_wait).
+def run(
+    dsn: str | None,
+    once: bool,
+    path: Path | None,
+    http: str | None,
+    log_format: str | None,
+    drain_seconds: float | None,
+    databases: tuple[str, ...],
+) -> None:
+    """Keep the stream tables of all databases of the watched servers fresh.
 
-    Runs until Ctrl-C or SIGTERM; needs the login of the service's role. This release serves requests of one database:
-    schedules and many databases come with the next one.
+    Runs until Ctrl-C or SIGTERM, which let running refreshes finish; needs the login of the service's role. Several
+    services on the same databases share the work.
     """
+    if once:
+        _serve_once(dsn)
+        return
+    from pgtrickle.service.config import load_config
+
+    dsn = dsn or os.environ.get("PGTRICKLE_DSN")
+    given = {"http": http, "log_format": log_format, "drain_seconds": drain_seconds}
+    _run_service(load_config(path, dsn, databases, **given))
+
+
+def _run_service(config: ServiceConfig) -> None:
+    from pgtrickle.cli.spark_output import quiet_jvm
+    from pgtrickle.engine.session import check_java, stop_spark
+    from pgtrickle.monitor.http import serve_http
+    from pgtrickle.monitor.logs import log_to_stderr
+    from pgtrickle.service.service import Service
+
+    check_java()
+    log_to_stderr(config.log_format)
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    service = Service(config)
+    server = serve_http(service, config.http) if config.http else None
+    with quiet_jvm():
+        service.start()
+        names = ", ".join(launcher.server.name for launcher in service.launchers)
+        click.echo(f"watching {names}; Ctrl-C ends it", err=True)
+        over.wait()
+        click.echo("finishing what runs", err=True)
+        finished = service.stop()
+        if server is not None:
+            server.shutdown()
+        if finished:
+            stop_spark()
+    if not finished:
+        raise RefreshError(
+            f"refreshes still ran after {config.drain_seconds:g} seconds and were given up",
+            "Nothing of them was written; the next service does them again. --drain-seconds gives them longer.",
+        )
+
+
+def _serve_once(dsn: str | None) -> None:
     from pgtrickle.catalog.install import require_installed
-    from pgtrickle.cli.serving import Presence, serve_requests
     from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
+    from pgtrickle.engine.failures import Policy
 
     stop_on_signals()
     with open_database(dsn) as database:
         require_installed(database.conn)
-        with quiet_jvm(), RefreshProgress(1) as progress, Presence(database):
+        with quiet_jvm(), RefreshProgress(1) as progress:
             database.engine.on_step = progress.step
-            if once:
-                served = serve_requests(database)
-                click.echo(f"{served.done} done, {served.failed} failed, {served.postponed} postponed")
-                _judge(served)
-                return
-            database.conn.execute("LISTEN pgtrickle_wake")
-            click.echo(f"serving requests in database {database.conn.info.dbname}; Ctrl-C ends it", err=True)
-            while True:
-                served = serve_requests(database)
-                if served.done or served.failed or served.postponed:
-                    click.echo(f"{served.done} done, {served.failed} failed, {served.postponed} postponed")
-                for _ in database.conn.notifies(timeout=1, stop_after=1):
-                    pass
-
-
-def _judge(served: Served) -> None:
-    if served.failed:
-        raise RefreshError(
-            f"{served.failed} of the requested refreshes failed", "`pgtrickle status` says which and why."
-        )
-    if served.postponed:
+            database.engine.policy = Policy(backoff=False)
+            waiting = database.conn.execute(
+                "SELECT request_id, pgt_id FROM pgtrickle.pgt_requests WHERE status = 'PENDING' ORDER BY request_id"
+            ).fetchall()
+            database.engine.attempt(list(dict.fromkeys(id_ for _, id_ in waiting)), "REQUEST")
+        states = database.conn.execute(
+            "SELECT status, count(*) FROM pgtrickle.pgt_requests WHERE request_id = ANY (%s) GROUP BY 1",
+            ([request for request, _ in waiting],),
+        ).fetchall()
+    counts = dict(states)
+    done, failed, postponed = (counts.get(status, 0) for status in ("DONE", "FAILED", "PENDING"))
+    click.echo(f"{done} done, {failed} failed, {postponed} postponed")
+    if failed:
+        raise RefreshError(f"{failed} of the requested refreshes failed", "`pgtrickle status` says which and why.")
+    if postponed:
         raise RefreshConflictError(
-            f"{served.postponed} requests wait for another process that refreshes their stream table", "Run it again."
+            f"{postponed} requests wait for another process that refreshes their stream table, or for a lock",
+            "Run it again.",
         )

@@ -26,11 +26,12 @@ from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
 from pgtrickle.engine.cut import set_local
+from pgtrickle.engine.failures import Policy, is_transient, pause_after
 from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.errors import FuseBlownError, PgtrickleError, RefreshConflictError
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:
@@ -44,7 +45,12 @@ class Diverged(PgtrickleError):
 
 
 def apply_delta(
-    conn: psycopg.Connection[Any], work: Work, delta: Delta | None, initiated_by: str, on_step: OnStep
+    conn: psycopg.Connection[Any],
+    work: Work,
+    delta: Delta | None,
+    initiated_by: str,
+    on_step: OnStep,
+    policy: Policy,
 ) -> RefreshResult:
     """Apply a delta (None: empty) and record the refresh."""
     started = time.monotonic()
@@ -53,7 +59,7 @@ def apply_delta(
     settings |= {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT}
     # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
     # brings them back. What is purged afterwards is later in the same log.
-    settings |= {"synchronous_commit": "off"}
+    settings |= {"synchronous_commit": "off", "work_mem": f"{work.merge_mb}MB"}
     with conn.transaction():
         _take(conn, row, work.token)
         set_local(conn, settings)
@@ -62,17 +68,17 @@ def apply_delta(
         if isinstance(delta, Staged):
             delta.drop(conn)
         work.phases.apply = time.monotonic() - started
-        result = _record(conn, work, inserted, deleted, initiated_by)
+        result = _record(conn, work, inserted, deleted, initiated_by, policy)
         on_step("commit")
     on_step("committed")
     return result
 
 
-def record_no_data(conn: psycopg.Connection[Any], work: Work, initiated_by: str) -> RefreshResult:
+def record_no_data(conn: psycopg.Connection[Any], work: Work, initiated_by: str, policy: Policy) -> RefreshResult:
     """The frontier moves on though nothing changed."""
     with conn.transaction():
         _take(conn, work.row, work.token)
-        return _record(conn, work, 0, 0, initiated_by, action="NO_DATA")
+        return _record(conn, work, 0, 0, initiated_by, policy, action="NO_DATA")
 
 
 def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> None:
@@ -199,6 +205,7 @@ def _record(
     inserted: int,
     deleted: int,
     initiated_by: str,
+    policy: Policy,
     action: str | None = None,
 ) -> RefreshResult:
     """Frontier, state and history, in the apply's own transaction."""
@@ -212,6 +219,9 @@ def _record(
         "schema": work.row.pgt_schema,
         "name": work.row.pgt_name,
         "frontier": Jsonb(frontier.to_json()),
+        "snapshot": str(frontier.snapshot),
+        "polled": decision.polled,
+        "backoff": policy.backoff,
         "time": work.cut_time,
         "mode": decision.mode,
         "mode_reason": decision.mode_reason,
@@ -251,22 +261,29 @@ def _record(
 
 
 def record_failure(
-    conn: psycopg.Connection[Any], row: StreamTableRow, token: int, error: BaseException | None, initiated_by: str
+    conn: psycopg.Connection[Any],
+    row: StreamTableRow,
+    token: int,
+    error: BaseException | None,
+    initiated_by: str,
+    policy: Policy,
 ) -> None:
     """Give the claim back and tell what happened. Who was interrupted did not fail."""
-    sqlstate = error.sqlstate if isinstance(error, psycopg.Error) else None
     failed = isinstance(error, Exception)
-    told = str(error) if failed else "interrupted"
+    counts = failed and not is_transient(error)
+    parameters = {
+        "id": row.pgt_id,
+        "schema": row.pgt_schema,
+        "name": row.pgt_name,
+        "token": token,
+        "failed": failed,
+        "counts": counts,
+        "most": policy.most_errors if policy.most_errors is not None else 2**31 - 1,
+        "told": str(error) if failed else "interrupted",
+        "sqlstate": error.sqlstate if isinstance(error, psycopg.Error) else None,
+        "pause": pause_after(row.consecutive_errors + 1) if failed else 0.0,
+        "by": initiated_by,
+        "blown": isinstance(error, FuseBlownError),
+    }
     with conn.transaction():
-        conn.execute(
-            "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL, apply_xid = NULL,"
-            " consecutive_errors = consecutive_errors + %(failed)s::int,"
-            " last_error = CASE WHEN %(failed)s THEN %(told)s ELSE last_error END"
-            " WHERE pgt_id = %(id)s AND fencing_token = %(token)s",
-            {"failed": failed, "told": told, "id": row.pgt_id, "token": token},
-        )
-        conn.execute(
-            "INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, end_time, status, initiated_by,"
-            " error, sqlstate) VALUES (%s, %s, %s, clock_timestamp(), 'FAILED', %s, %s, %s)",
-            (row.pgt_id, row.pgt_schema, row.pgt_name, initiated_by, told, sqlstate),
-        )
+        conn.execute(load_query("failed"), parameters)

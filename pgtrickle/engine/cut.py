@@ -20,6 +20,8 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.errors import RefreshError
 
 LOCK_TIMEOUT = "5s"
+# Where many wait for the locks of all, nobody waits long for one.
+SHARED_LOCK_TIMEOUT = "250ms"
 STATEMENT_TIMEOUT = "10min"
 
 
@@ -31,6 +33,8 @@ class Cut:
     node: str
     snapshot: Snapshot
     time: datetime
+    locked: frozenset[str]  # views whose tables another session keeps locked: not to be read
+    merge_mb: str  # memory for sorts and hashes of an apply
 
     def export(self) -> str:
         """A name under which other connections can read the same state, while the cut lasts."""
@@ -40,31 +44,58 @@ class Cut:
 
 
 @contextmanager
-def take_cut(conn: psycopg.Connection[Any], views: Sequence[str]) -> Iterator[Cut]:
+def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: bool = False) -> Iterator[Cut]:
     """Lock what the views of pgtrickle_views read, take the snapshot, and hold both until the block ends.
 
     A lock on a view locks the tables behind it, with the rights of the view's owner.
     """
     with conn.transaction():
         # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
-        conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-        conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(LOCK_TIMEOUT)))
+        mode = "READ WRITE" if writes else "READ ONLY"
+        conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
+        timeout = LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
+        conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
         conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-        if views:
-            names = sql.SQL(", ").join(sql.Identifier("pgtrickle_views", name) for name in sorted(views))
-            try:
-                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(names))
-            except psycopg.errors.LockNotAvailable as error:
-                raise RefreshError(
-                    f"a table is locked by another session: {error.diag.message_primary}",
-                    f"A refresh waits {LOCK_TIMEOUT} for its sources. It is tried again at the next refresh.",
-                ) from error
+        locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(load_query("cut")).fetchone()
         assert row is not None
         if row["in_recovery"]:
             raise RefreshError("this server is a standby", "Connect to the primary: a refresh writes.")
-        yield Cut(conn, row["node"], Snapshot.parse(row["snapshot"]), row["cut_time"])
+        if row["delta_cap_mb"] != "0":
+            conn.execute(
+                "SELECT set_config('work_mem', %s, true)"
+                " WHERE pg_size_bytes(current_setting('work_mem')) > pg_size_bytes(%s)",
+                (f"{row['delta_cap_mb']}MB",) * 2,
+            )
+        yield Cut(conn, row["node"], Snapshot.parse(row["snapshot"]), row["cut_time"], locked, row["merge_mb"])
+
+
+def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> frozenset[str]:
+    """Lock the views; gives back those that cannot be had now."""
+    if not views:
+        return frozenset()
+    try:
+        with conn.transaction():
+            _lock_all(conn, sorted(views))
+    except psycopg.errors.LockNotAvailable:
+        if len(views) == 1:
+            return frozenset(views)
+    else:
+        return frozenset()
+    locked = set()
+    for view in views:
+        try:
+            with conn.transaction():
+                _lock_all(conn, [view], "NOWAIT")
+        except psycopg.errors.LockNotAvailable:
+            locked.add(view)
+    return frozenset(locked)
+
+
+def _lock_all(conn: psycopg.Connection[Any], views: Sequence[str], wait: str = "") -> None:
+    names = sql.SQL(", ").join(sql.Identifier("pgtrickle_views", name) for name in views)
+    conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE {}").format(names, sql.SQL(wait)))
 
 
 def set_local(conn: psycopg.Connection[Any], settings: dict[str, str]) -> None:

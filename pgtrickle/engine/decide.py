@@ -26,13 +26,17 @@ class Source:
 
     relid: int
     label: str
-    captured: bool
+    buffer: str | None
     stable_name: str | None
     signature: str | None
     known_signature: str | None
     changed: bool
     buffered: int  # bytes of its change buffer
     markers: tuple[str, ...]
+
+    @property
+    def captured(self) -> bool:
+        return self.buffer is not None
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Decision:
     mode: Literal["DIFFERENTIAL", "FULL"]
     mode_reason: str | None
     retrack: tuple[int, ...] = ()  # sources whose capture no longer fits them
+    polled: bool = False  # the result may change although no captured change tells so
 
 
 _MARKERS = {
@@ -82,7 +87,7 @@ def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[
             Source(
                 row["relid"],
                 f"{row['schema']}.{row['name']}",
-                row["buffer"] is not None,
+                row["buffer"],
                 row["stable_name"],
                 row["signature"],
                 row["known_signature"],
@@ -112,6 +117,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             )
     elif uncaptured:
         mode, reason = "FULL", f"changes of {', '.join(uncaptured)} are not captured"
+    polled = bool(uncaptured) or _follows_time(compiled.reason)
     known = Frontier.from_json(row.frontier)
     again = _must_start_over(row, sources, known, now)
     if again is not None:
@@ -120,12 +126,12 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             for source in sources
             if source.captured and (source.signature != source.known_signature or "SCHEMA" in source.markers)
         )
-        return Decision("REINITIALIZE", again, mode, reason, stale)
+        return Decision("REINITIALIZE", again, mode, reason, stale, polled)
     moved = any(source.changed for source in sources)
     if mode == "FULL":
-        if sources and not moved and not uncaptured and not _follows_time(reason):
+        if sources and not moved and not polled:
             return Decision("NO_DATA", "no source changed", mode, reason)
-        return Decision("FULL", reason, mode, reason)
+        return Decision("FULL", reason, mode, reason, polled=polled)
     if not moved:
         return Decision("NO_DATA", "no source changed", mode, reason)
     return Decision("DIFFERENTIAL", None, mode, reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
@@ -20,6 +20,9 @@ from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation
 from pgtrickle.query.unsupported import Unsupported
 
+if TYPE_CHECKING:
+    from pgtrickle.engine.jobs import Job
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -33,22 +36,35 @@ class Compiled:
 
 
 @dataclass
+class Plans:
+    """Compiled queries, kept for all engines of a database; its counts tell how often one was there already."""
+
+    compiled: dict[int, Compiled] = field(default_factory=dict)
+    jobs: dict[tuple[Any, ...], Job | None] = field(default_factory=dict)
+    found: int = 0
+    made: int = 0
+
+
+@dataclass
 class Programs:
     """The compiled queries of one database."""
 
     conn: psycopg.Connection[Any]
-    _compiled: dict[int, Compiled] = field(default_factory=dict)
+    plans: Plans = field(default_factory=Plans)
     _aggregates: frozenset[str] | None = None
 
     def known(self, pgt_id: int) -> Compiled | None:
         """The query as it was last compiled."""
-        return self._compiled.get(pgt_id)
+        found = self.plans.compiled.get(pgt_id)
+        self.plans.found += found is not None
+        return found
 
     def compile_for(self, pgt_id: int, view: int, shape: str) -> None:
-        self._compiled[pgt_id] = self.compile(view, shape)
+        self.plans.made += 1
+        self.plans.compiled[pgt_id] = self.compile(view, shape)
 
     def forget(self, pgt_id: int) -> None:
-        self._compiled.pop(pgt_id, None)
+        self.plans.compiled.pop(pgt_id, None)
 
     def compile(self, view: int, shape: str) -> Compiled:
         """Analyse the view's query. Leaves nothing behind in the database."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,17 +13,19 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.capture.frontier import Frontier
+from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
+from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.delta.simplify import simplify
-from pgtrickle.engine.cut import Cut, set_local, take_cut
+from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, set_local, take_cut
 from pgtrickle.engine.decide import Source, changed_sources, decide
 from pgtrickle.engine.fetch import Fetcher, InMemory, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Programs
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PgtrickleError, SourceChangedError
+from pgtrickle.errors import FuseBlownError, PgtrickleError, SourceChangedError, SourceLockedError
 
 # Settings under which values are printed and read back; those of the stream table come on top.
 TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
@@ -41,7 +43,6 @@ class Reading:
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
     large: int = LARGE
-    _jobs: dict[tuple[Any, ...], Job | None] = field(default_factory=dict)
 
     def read(self, works: Sequence[Work]) -> None:
         """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once."""
@@ -50,47 +51,66 @@ class Reading:
 
     def _read_in_cut(self, works: Sequence[Work]) -> list[Work]:
         """Take the cut and fetch in its snapshot; gives back the stream tables whose plan was not for their query."""
-        outdated: list[Work] = []
         if not works:
-            return outdated
+            return []
+        self.compile_unknown(works)
+        begin = time.monotonic()
+        with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
+            self.on_step("cut")
+            return self.read_at(cut, works, begin)
+
+    def compile_unknown(self, works: Sequence[Work]) -> None:
+        """Make the plans that are not there yet."""
         begin = time.monotonic()
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
         for pgt_id, (_, shape) in self._shapes(unknown).items() if unknown else ():
             view = next(work.row.view_relid for work in unknown if work.row.pgt_id == pgt_id)
             self.programs.compile_for(pgt_id, view, shape)
-        planned = time.monotonic()
-        with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
-            self.on_step("cut")
-            shapes = self._shapes(works)
-            sources = self._sources(works, cut)
-            cut_done = time.monotonic()
-            media: dict[Any, InMemory] = {}
-            for work in works:
-                meaning, shape = shapes[work.row.pgt_id]
-                work.frontier = Frontier(cut.node, cut.snapshot, meaning)
-                work.compiled = self.programs.known(work.row.pgt_id)
-                assert work.compiled is not None
-                work.cut_time = cut.time
-                work.sources = sources[work.row.pgt_id]
-                if work.compiled.shape != shape:
-                    self.programs.forget(work.row.pgt_id)
-                    outdated.append(work)
-                    continue
-                self._attempt(work, partial(self._prepare, work, cut, media))
-            prepared = time.monotonic()
-            self._read_together(works, media)
-            exported = cut.export() if any(work.large is not None for work in works) else ""
-            together = (time.monotonic() - prepared) / len(works)
-            for work in works:
-                started = time.monotonic()
-                if work.error is None and work.job is not None:
-                    self._attempt(work, partial(self._fetch, work, exported))
-                if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
-                    self._attempt(work, partial(self._fetch_whole, work, cut, media))
-                work.phases.fetch = time.monotonic() - started + together
-                work.phases.plan = (planned - begin + prepared - cut_done) / len(works)
-                work.phases.cut = (cut_done - planned) / len(works)
-            self.on_step("fetch")
+        for work in works:
+            work.phases.plan = (time.monotonic() - begin) / len(works)
+
+    def read_at(self, cut: Cut, works: Sequence[Work], begin: float) -> list[Work]:
+        """Fetch in the snapshot of a cut that was begun then; gives back those whose plan was not for their query."""
+        for work in works:
+            if f"q_{work.row.pgt_id}" in cut.locked:
+                work.error = SourceLockedError(
+                    f"a table that {work.row.label} reads is locked by another session",
+                    f"`pgtrickle refresh {work.row.label}` waits {LOCK_TIMEOUT} for it; a service tries again by itself.",
+                )
+        works = [work for work in works if work.error is None]
+        if not works:
+            return []
+        outdated: list[Work] = []
+        shapes = self._shapes(works)
+        sources = self._sources(works, cut)
+        cut_done = time.monotonic()
+        media: dict[Any, InMemory] = {}
+        for work in works:
+            meaning, shape = shapes[work.row.pgt_id]
+            work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+            work.compiled = self.programs.known(work.row.pgt_id)
+            assert work.compiled is not None
+            work.cut_time, work.merge_mb = cut.time, cut.merge_mb
+            work.sources = sources[work.row.pgt_id]
+            if work.compiled.shape != shape:
+                self.programs.forget(work.row.pgt_id)
+                outdated.append(work)
+                continue
+            self._attempt(work, partial(self._prepare, work, cut, media))
+        prepared = time.monotonic()
+        self._read_together(works, media)
+        exported = cut.export() if any(work.large is not None for work in works) else ""
+        together = (time.monotonic() - prepared) / len(works)
+        for work in works:
+            started = time.monotonic()
+            if work.error is None and work.job is not None:
+                self._attempt(work, partial(self._fetch, work, exported))
+            if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
+                self._attempt(work, partial(self._fetch_whole, work, cut, media))
+            work.phases.fetch = time.monotonic() - started + together
+            work.phases.plan += (prepared - cut_done) / len(works)
+            work.phases.cut = (cut_done - begin) / len(works)
+        self.on_step("fetch")
         return outdated
 
     def _attempt(self, work: Work, step: Callable[[], None]) -> None:
@@ -118,7 +138,29 @@ class Reading:
         assert work.frontier is not None
         _check_key(work)
         work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
+        self._check_fuse(work)
         self._announce(work, cut, media)
+
+    def _check_fuse(self, work: Work) -> None:
+        """More changes than the fuse lets pass are an operator's to decide on."""
+        ceiling, known = work.row.fuse_ceiling, Frontier.from_json(work.row.frontier)
+        assert work.decision is not None
+        if not ceiling or known is None or work.decision.action not in {"DIFFERENTIAL", "FULL"}:
+            return
+        pending = 0
+        for source in work.sources:
+            if source.changed and source.buffer is not None:
+                buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
+                window = since(known.snapshot, "__pgt_xid")
+                counted = sql.SQL("SELECT count(*) FROM (SELECT FROM {} WHERE {} LIMIT {}) AS c")
+                row = self.conn.execute(counted.format(buffer, window, sql.Literal(ceiling + 1))).fetchone()
+                assert row is not None
+                pending += row[0]
+        if pending > ceiling:
+            raise FuseBlownError(
+                f"the fuse of {work.row.label} has blown: more than {ceiling} changes came at once",
+                f"Look at them, then SELECT pgtrickle.reset_fuse('{work.row.label}', 'apply') or 'reinitialize'.",
+            )
 
     def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         row = work.row
@@ -204,9 +246,10 @@ class Reading:
             return None
         changed = frozenset(source.relid for source in work.sources if source.changed)
         key = (row.pgt_id, compiled.shape, row.placement, decision.action, changed)
-        if key not in self._jobs:
-            self._jobs[key] = self._build_job(work, changed)
-        return self._jobs[key]
+        jobs = self.programs.plans.jobs
+        if key not in jobs:
+            jobs[key] = self._build_job(work, changed)
+        return jobs[key]
 
     def _build_job(self, work: Work, changed: frozenset[int]) -> Job | None:
         assert work.decision is not None

@@ -7,11 +7,9 @@ was; the next refresh starts from the frontier that is stored with its rows.
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
@@ -22,18 +20,25 @@ from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
+from pgtrickle.engine.claims import Claims
+from pgtrickle.engine.cut import Cut, take_cut
+from pgtrickle.engine.failures import Policy
+from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.programs import Programs
+from pgtrickle.engine.programs import Plans, Programs
 from pgtrickle.engine.reading import Reading
 from pgtrickle.engine.relations import Input
 from pgtrickle.engine.spark import run_jobs
-from pgtrickle.engine.types import RefreshResult, StreamTableRow
+from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, RefreshError, SourceChangedError
 
-LEASE = timedelta(minutes=10)
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
+
+
+class NotTogetherError(Exception):
+    """A group of stream tables cannot be refreshed in one transaction this time."""
 
 
 @dataclass
@@ -41,22 +46,50 @@ class Engine:
     """Refreshes the stream tables of one database over one connection."""
 
     conn: psycopg.Connection[Any]
-    service_id: uuid.UUID = field(default_factory=uuid.uuid4)
     on_step: OnStep = lambda name: None
+    lease: Lease | KeptElsewhere | None = None
+    policy: Policy = field(default_factory=Policy)
+    plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
 
     def __post_init__(self) -> None:
-        self.programs = Programs(self.conn)
+        self.claims = Claims(self.conn, self.lease or Lease(self.conn))
+        self.programs = Programs(self.conn, self.plans)
         self.reading = Reading(self.conn, self.programs, lambda name: self.on_step(name), self.statements)
 
     def refresh(self, ids: Sequence[int], initiated_by: str = "MANUAL") -> list[RefreshResult]:
         """Bring the given stream tables up to date, sources before those that read them."""
         self.statements.clear()
         results: dict[int, RefreshResult] = {}
-        for level in self._levels(ids):
-            for result in self._refresh_level(level, initiated_by, retry=True):
-                results[result.pgt_id] = result
+        with self.claims.lease.kept():
+            for level in self._levels(ids):
+                outcome = self._refresh_level(level, initiated_by, retry=True, all_or_none=True)
+                if outcome.taken:
+                    raise RefreshConflictError(
+                        f"{', '.join(outcome.taken)} is being refreshed by another process",
+                        "Wait for it to finish; if that process died, its claim ends with its lease, within half a minute.",
+                    )
+                for error in outcome.failures.values():
+                    raise error  # the others are refreshed all the same
+                results |= {result.pgt_id: result for result in outcome.results}
         return [results[id_] for id_ in ids]
+
+    def attempt(self, ids: Sequence[int], initiated_by: str, *, atomic: bool = False) -> Outcome:
+        """Refresh what no other process has; one that fails does not stop the others.
+
+        Atomic: readers see all of them before the refresh or all after it.
+        """
+        self.statements.clear()
+        with self.claims.lease.kept():
+            levels = self._levels(ids)
+            if atomic and len(levels) > 1:
+                together = self._refresh_together(levels, initiated_by)
+                if together is not None:
+                    return together
+            outcome = Outcome()
+            for level in levels:
+                outcome += self._refresh_level(level, initiated_by, retry=True)
+            return outcome
 
     def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
         """Stream tables as the catalog has them."""
@@ -78,12 +111,15 @@ class Engine:
                     depth[reader] = max(depth[reader], depth[source] + 1)
         return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
 
-    def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> list[RefreshResult]:
+    def _refresh_level(
+        self, ids: Sequence[int], initiated_by: str, *, retry: bool, all_or_none: bool = False
+    ) -> Outcome:
+        """Refresh stream tables that do not read each other: one cut, one Spark job, an apply for each."""
         works: list[Work] = []
-        results: list[RefreshResult] = []
+        outcome = Outcome()
         again: list[int] = []
         try:
-            works = self._claim(ids)
+            works, outcome.taken = self._claim(ids, all_or_none=all_or_none)
             self._check_parts(works)
             self.reading.read([work for work in works if work.error is None])
             healthy = [work for work in works if work.error is None]
@@ -94,7 +130,7 @@ class Engine:
                 if work.error is not None or work.row.pgt_id in again:
                     continue
                 try:
-                    results.append(self._apply(work, initiated_by))
+                    outcome.results.append(self._apply(work, initiated_by))
                 except Diverged as error:
                     if not retry:
                         work.error = error
@@ -102,6 +138,8 @@ class Engine:
                     self._mark_reinit(work.row.pgt_id, str(error))
                     again.append(work.row.pgt_id)
                 except (psycopg.Error, PgtrickleError) as error:
+                    if self.conn.broken or self.conn.closed:
+                        raise
                     work.error = error
         except BaseException as error:
             self._give_up([work for work in works if not work.applied], error, initiated_by, ids)
@@ -110,16 +148,91 @@ class Engine:
             for work in works:
                 if work.large is not None:
                     work.large.release()
-        failed = [work for work in works if work.error is not None]
-        self._give_up(failed, None, initiated_by)
+        self._give_up([work for work in works if work.error is not None], None, initiated_by)
+        outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
         self._purge([work for work in works if work.applied])
         if again:
-            results += self._refresh_level(again, initiated_by, retry=False)
-        if failed:
-            # The others are refreshed all the same.
-            assert failed[0].error is not None
-            raise failed[0].error
+            outcome += self._refresh_level(again, initiated_by, retry=False)
+        return outcome
+
+    def _refresh_together(self, levels: Sequence[Sequence[int]], initiated_by: str) -> Outcome | None:
+        """Refresh levels that read each other in one transaction, all at the same snapshot.
+
+        A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
+        large refresh (other connections read for it), one that must be told about first, or one that fails. Then each
+        level commits for itself.
+        """
+        ids = [id_ for level in levels for id_ in level]
+        works, taken = self._claim(ids, all_or_none=True)
+        if taken:
+            return Outcome(taken=taken)
+        self._check_parts(works)
+        results: list[RefreshResult] = []
+        try:
+            if all(work.error is None for work in works):
+                self.reading.compile_unknown(works)
+                begin = time.monotonic()
+                with take_cut(self.conn, [f"q_{id_}" for id_ in ids], writes=True) as cut:
+                    self.on_step("cut")
+                    for level in levels:
+                        mine = [work for work in works if work.row.pgt_id in level]
+                        results += self._apply_level(mine, cut, begin, initiated_by)
+                        begin = time.monotonic()
+                    self._check_passed(works, ids)
+        except NotTogetherError:
+            results = []
+        except (psycopg.Error, PgtrickleError):
+            if self.conn.broken or self.conn.closed:
+                raise
+            results = []
+        finally:
+            if not self.conn.broken and not self.conn.closed and len(results) < len(works):
+                with _idle(self.conn) as conn:
+                    self.claims.release(conn, ids)
+        if len(results) < len(works):
+            return None
+        self.on_step("committed")
+        self._purge(works)
+        return Outcome(results)
+
+    def _apply_level(self, works: Sequence[Work], cut: Cut, begin: float, initiated_by: str) -> list[RefreshResult]:
+        """One level of a group, inside its transaction."""
+        outdated = self.reading.read_at(cut, works, begin)
+        for work in works:
+            if work.error is not None:
+                raise work.error
+            if work.large is not None or (work.decision is not None and work.decision.retrack):
+                raise NotTogetherError(work.row.label)
+        if outdated:
+            raise NotTogetherError(works[0].row.label)
+        self._compute(works)
+        row = self.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
+        assert row is not None
+        results = []
+        for work in works:
+            assert work.frontier is not None
+            work.frontier = replace(work.frontier, snapshot=replace(work.frontier.snapshot, passed=row[0]))
+            results.append(self._apply(work, initiated_by))
         return results
+
+    def _check_passed(self, works: Sequence[Work], ids: Sequence[int]) -> None:
+        """Before a group commits: it saw everything that it will count as seen, and its sources are what they were.
+
+        What this transaction wrote counts as seen. A user's trigger on a stream table may have written into a source,
+        and that has to come again. Partitions are looked for with another connection: this one's snapshot is old.
+        """
+        row = self.conn.execute(
+            "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
+            " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"
+            " FROM pgtrickle.pgt_change_tracking t JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid"
+            " WHERE s.pgt_id = ANY (%s))",
+            ([source.stable_name for work in works for source in work.sources], list(ids)),
+        ).fetchone()
+        if row != (0,):
+            raise NotTogetherError("a trigger of the group writes into one of its sources")
+        with _another(self.conn) as fresh:
+            if self._altered(fresh, works):
+                raise NotTogetherError("partitions came or went")
 
     def _retrack(self, works: Sequence[Work]) -> list[int]:
         """Fit the capture to sources that were altered, before the stream tables on them start over."""
@@ -138,19 +251,23 @@ class Engine:
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
-        names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
-        if not names:
-            return []
-        rows = self.conn.execute(
-            "SELECT r, pgtrickle._capture_signature(r::oid::regclass) FROM unnest(%s::bigint[]) AS r", (list(names),)
-        ).fetchall()
-        altered = {relid for relid, signature in rows if signature != names[relid]}
-        found = [work for work in works if any(source.relid in altered for source in work.sources)]
+        found = self._altered(self.conn, works)
         if found and not retry:
             raise SourceChangedError(
                 f"partitions or capture triggers below {found[0].row.label} keep changing", "Refresh again later."
             )
         return [work.row.pgt_id for work in found]
+
+    @staticmethod
+    def _altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
+        names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
+        if not names:
+            return []
+        rows = conn.execute(
+            "SELECT r, pgtrickle._capture_signature(r::oid::regclass) FROM unnest(%s::bigint[]) AS r", (list(names),)
+        ).fetchall()
+        altered = {relid for relid, signature in rows if signature != names[relid]}
+        return [work for work in works if any(source.relid in altered for source in work.sources)]
 
     def _give_up(
         self, works: Sequence[Work], cause: BaseException | None, initiated_by: str, ids: Sequence[int] = ()
@@ -162,8 +279,8 @@ class Engine:
             for work in works:
                 if isinstance(work.phases.delta, Staged):
                     work.phases.delta.drop(conn)
-                record_failure(conn, work.row, work.token, work.error or cause, initiated_by)
-            self._release(conn, ids)  # also of an interruption while they were being claimed
+                record_failure(conn, work.row, work.token, work.error or cause, initiated_by, self.policy)
+            self.claims.release(conn, ids)  # also of an interruption while they were being claimed
 
     def _check_parts(self, works: Sequence[Work]) -> None:
         """Stream tables that lack a part or a right are suspended; nothing else can help them."""
@@ -178,27 +295,12 @@ class Engine:
                     problem_remedy(work.row.label, work.row.problem),
                 )
 
-    def _claim(self, ids: Sequence[int]) -> list[Work]:
-        parameters = {"service": self.service_id, "lease": LEASE, "ids": list(ids)}
-        with self.conn.transaction():
-            tokens = dict(self.conn.execute(load_query("claim"), parameters).fetchall())
+    def _claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
+        """Works for those that could be claimed, and the names of the others."""
+        tokens = self.claims.take(ids, all_or_none=all_or_none)
         rows = self.rows(ids)
-        taken = [row.label for row in rows if row.pgt_id not in tokens]
-        if taken:
-            self._release(self.conn, list(tokens))
-            raise RefreshConflictError(
-                f"{', '.join(taken)} is being refreshed by another process",
-                "Wait for it to finish; if that process died, its claim ends after ten minutes.",
-            )
-        return [Work(row, tokens[row.pgt_id]) for row in rows]
-
-    def _release(self, conn: psycopg.Connection[Any], ids: Sequence[int]) -> None:
-        if ids:
-            conn.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL, claim_expires = NULL"
-                " WHERE claimed_by = %s AND pgt_id = ANY (%s)",
-                (self.service_id, list(ids)),
-            )
+        works = [Work(row, tokens[row.pgt_id]) for row in rows if row.pgt_id in tokens]
+        return works, [row.label for row in rows if row.pgt_id not in tokens]
 
     # -- Spark and apply -----------------------------------------------------------------------------------------------
 
@@ -253,9 +355,9 @@ class Engine:
         assert work.frontier is not None
         delta = work.phases.delta
         if delta is None and work.decision.action != "REINITIALIZE" and work.decision.action != "FULL":
-            result = record_no_data(self.conn, work, initiated_by)
+            result = record_no_data(self.conn, work, initiated_by, self.policy)
         else:
-            result = apply_delta(self.conn, work, delta, initiated_by, self.on_step)
+            result = apply_delta(self.conn, work, delta, initiated_by, self.on_step, self.policy)
         work.applied = True
         return result
 
@@ -277,8 +379,13 @@ def _idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
     if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
         yield conn
         return
-    dsn, password = conn.info.dsn, conn.info.password or None
     conn.cancel_safe(timeout=5)
+    other = _another(conn)
     conn.close()
-    with psycopg.connect(dsn, password=password, autocommit=True) as other:
+    with other:
         yield other
+
+
+def _another(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
+    """One more connection to the same database as the same role."""
+    return psycopg.connect(conn.info.dsn, password=conn.info.password or None, autocommit=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -31,6 +31,8 @@ class StreamTableRow:
     data_timestamp: datetime | None
     reinit_reason: str | None
     fencing_token: int
+    consecutive_errors: int
+    fuse_ceiling: int  # more changes than that at once are not applied; 0 for no limit
     placement: str
     session_settings: dict[str, str]
     defining_query: str
@@ -79,3 +81,18 @@ class RefreshResult:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+@dataclass
+class Outcome:
+    """What became of several stream tables that were to be refreshed together."""
+
+    results: list[RefreshResult] = field(default_factory=list)
+    failures: dict[int, Exception] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)  # names of those that another process is refreshing
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        self.results += other.results
+        self.failures |= other.failures
+        self.taken += other.taken
+        return self

@@ -23,6 +23,7 @@ EXECUTABLE = Path(sys.executable).parent / "pgtrickle"
 COMMANDS = [
     *("install", "uninstall", "upgrade", "create", "alter", "drop", "refresh"),
     *("list", "status", "explain", "history", "doctor", "demo", "run"),
+    *("wait", "pause", "resume", "drain", "top", "profile", "tune"),
 ]
 ORDERS = (
     "CREATE TABLE orders (id int PRIMARY KEY, region text, amount numeric);"

@@ -61,7 +61,10 @@ def test_a_refresh_here_starts_spark_only_where_there_is_something_to_compute(
 def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     conn.execute(
-        "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = %s, claim_expires = now() + interval '1 minute'", [uuid4()]
+        "WITH other AS (INSERT INTO pgtrickle.pgt_services (service_id, kind, host, pid, version)"
+        " VALUES (%s, 'refresh', 'here', 1, 'test') RETURNING service_id)"
+        " UPDATE pgtrickle.pgt_stream_tables SET claimed_by = other.service_id FROM other",
+        [uuid4()],
     )
     assert "is being refreshed by another process" in fail(3, shop.dsn, "refresh", "revenue")
     conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
@@ -84,16 +87,13 @@ def test_a_refresh_that_fails_says_why_and_fails_alone(shop: TestDatabase, conn:
     assert "division by zero" in cli(shop.dsn, "doctor").stdout
 
 
-def test_requests_of_a_service_that_died_are_served(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_any_refresh_that_sees_a_request_answers_it(shop: TestDatabase, conn: psycopg.Connection) -> None:
     conn.execute("CREATE TABLE empty (id int PRIMARY KEY)")
     succeed(shop.dsn, "create", "fine", "SELECT id FROM empty", "--no-init")
     conn.execute("SELECT pgtrickle.refresh_stream_table('fine')")
-    conn.execute("UPDATE pgtrickle.pgt_requests SET status = 'RUNNING'")
-    lock = "SELECT {}(hashtextextended('pgtrickle.request', request_id)) FROM pgtrickle.pgt_requests"
-    conn.execute(lock.format("pg_advisory_lock").encode())
-    assert succeed(shop.dsn, "run", "--once").startswith("0 done"), "its service is alive: it has the lock"
-    conn.execute(lock.format("pg_advisory_unlock").encode())
-    assert succeed(shop.dsn, "run", "--once").startswith("1 done")
+    succeed(shop.dsn, "refresh", "fine")
+    assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("DONE",)]
+    assert succeed(shop.dsn, "run", "--once").startswith("0 done")
 
 
 def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.Connection) -> None:
@@ -103,21 +103,21 @@ def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.
         assert equal(conn, "revenue", REVENUE)
         conn.execute("UPDATE orders SET amount = amount + 1, region = 'r9' WHERE id < 5")
         (result,) = json.loads(succeed(shop.dsn, "refresh", "revenue", "--json"))
-        assert (result["name"], result["action"]) == ("public.revenue", "DIFFERENTIAL")
-        assert result["rows_inserted"] > 0
+        # Its schedule may have been faster.
+        assert (result["name"], result["action"] in {"DIFFERENTIAL", "NO_DATA"}) == ("public.revenue", True)
         assert equal(conn, "revenue", REVENUE)
 
         conn.execute("DELETE FROM orders WHERE id = 1")
         conn.execute("CALL pgtrickle.refresh_and_wait('revenue', '2 minutes')")
         assert equal(conn, "revenue", REVENUE)
         (status,) = json.loads(succeed(shop.dsn, "status", "--json"))
-        assert (status["last_action"], status["errors"]) == ("DIFFERENTIAL", 0)
+        assert (status["last_action"] in {"DIFFERENTIAL", "NO_DATA"}, status["errors"]) == (True, 0)
         assert 0 <= status["staleness"] < 300
 
         process.send_signal(signal.SIGTERM)
         stderr = process.communicate(timeout=60)[1]
-    assert process.returncode == 130
-    assert stderr.endswith("interrupted\n")
+    assert process.returncode == 0
+    assert stderr.endswith("finishing what runs\n")
     assert "Traceback" not in stderr
     assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_services").fetchone() == (0,)
 
@@ -126,7 +126,7 @@ def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.
 def service(shop: TestDatabase, conn: psycopg.Connection) -> Iterator[subprocess.Popen[str]]:
     """`pgtrickle run`, from when it is seen in the catalog."""
     process = subprocess.Popen(
-        [EXECUTABLE, "run"],
+        [EXECUTABLE, "run", "--http", "", "--database", conn.info.dbname],
         env=environment(shop.dsn),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -62,10 +62,8 @@ def _change_much(conn: Connection, n: int) -> None:
 
 
 def _expire_claims(conn: Connection) -> None:
-    """As if the ten minutes of the dead process' lease were over; the catalog's owner may do that."""
-    conn.execute(
-        "UPDATE pgtrickle.pgt_stream_tables SET claim_expires = now() - interval '1 second' WHERE claimed_by IS NOT NULL"
-    )
+    """As if the dead process' lease were over; the catalog's owner may do that."""
+    conn.execute("UPDATE pgtrickle.pgt_services SET lease_expires = now() - interval '1 second'")
 
 
 def _assert_exact(conn: Connection) -> None:

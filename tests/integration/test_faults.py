@@ -45,7 +45,7 @@ def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]
 
 def _expire_claims(conn: Connection) -> None:
     """As if the lease of whoever holds a claim were over; the catalog's owner may do that."""
-    conn.execute("UPDATE pgtrickle.pgt_stream_tables SET claim_expires = now() - interval '1 second'")
+    conn.execute("UPDATE pgtrickle.pgt_services SET lease_expires = now() - interval '1 second'")
 
 
 def _action(db: pgtrickle.Database, name: str) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def test_a_claim_is_not_taken_over_during_the_apply(
 
     with pgtrickle.connect(database.dsn, on_step=try_to_take_over) as slow:
         conn.execute("UPDATE item SET val = val + 1")
-        conn.execute("UPDATE pgtrickle.pgt_stream_tables SET claim_expires = now()")
+        conn.execute("UPDATE pgtrickle.pgt_services SET lease_expires = now()")
         slow.refresh("totals")
     assert_equal_to_query(conn, "totals", TOTALS)
 

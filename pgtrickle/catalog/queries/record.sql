@@ -4,14 +4,28 @@ WITH moved AS (
     SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,
         status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
-        claimed_by = NULL, claim_expires = NULL, consecutive_errors = 0, last_error = NULL, updated_at = now(),
+        claimed_by = NULL, consecutive_errors = 0, last_error = NULL, polled = %(polled)s, fuse_passes = false,
+        last_seconds = %(seconds)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
+        full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(seconds)s ELSE full_seconds END,
+        -- A refresh that takes longer than its schedule would leave no time for anything else.
+        stretch = CASE WHEN every IS NULL OR NOT %(backoff)s THEN 1
+                       WHEN %(seconds)s > 0.95 * extract(epoch FROM every) THEN least(8, stretch * 2)
+                       ELSE greatest(1, stretch / 2) END,
+        next_due = CASE WHEN every IS NULL THEN 'infinity' ELSE %(time)s + every * stretch END,
         data_version = data_version + CASE WHEN %(changed)s THEN 1 ELSE 0 END
     WHERE pgt_id = %(id)s
+), written AS (
+    INSERT INTO pgtrickle.pgt_refresh_history (
+        pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,
+        rows_updated, rows_deleted, phases, frontier)
+    -- A scheduler that found nothing to do has nothing to tell.
+    SELECT %(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s), clock_timestamp(),
+           'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s, %(frontier)s
+    WHERE NOT (%(action)s = 'NO_DATA' AND %(by)s = 'SCHEDULE')
+    RETURNING refresh_id
+), answered AS (
+    UPDATE pgtrickle.pgt_requests
+    SET status = 'DONE', finished_at = clock_timestamp(), refresh_id = (SELECT refresh_id FROM written), error = NULL
+    WHERE pgt_id = %(id)s AND status = 'PENDING' AND pg_visible_in_snapshot(xid, %(snapshot)s)
 )
-INSERT INTO pgtrickle.pgt_refresh_history (
-    pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,
-    rows_updated, rows_deleted, phases, frontier)
-VALUES (
-    %(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s), clock_timestamp(),
-    'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s, %(frontier)s)
-RETURNING refresh_id;
+SELECT coalesce((SELECT refresh_id FROM written), 0);

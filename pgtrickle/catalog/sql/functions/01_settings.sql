@@ -12,37 +12,70 @@ RETURNS TABLE (name text, default_value text, pattern text, meaning text)
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     VALUES
-        ('enabled', 'on', '^(on|off)$', 'on or off'),
+        ('enabled', 'on', 'boolean', 'on or off'),
         ('placement', 'auto', '^(auto|spark)$', 'auto or spark'),
         ('max_buffer_rows', '1000000', '^[1-9][0-9]{4,11}$', 'a number of rows, at least 10000'),
-        ('lock_timeout_ms', '5000', '^[1-9][0-9]{0,6}$', 'milliseconds, from 1 to 9999999')
+        ('lock_timeout_ms', '5000', '^[1-9][0-9]{0,6}$', 'milliseconds, from 1 to 9999999'),
+        ('scheduler_interval_ms', '1000', '^[1-9][0-9]{1,5}$', 'milliseconds, from 10 to 999999'),
+        ('event_driven_wake', 'on', 'boolean', 'on or off'),
+        ('default_schedule_seconds', '1', '^[1-9][0-9]{0,5}$', 'seconds, from 1 to 999999'),
+        ('tiered_scheduling', 'on', 'boolean', 'on or off'),
+        ('parallel_refresh_mode', 'on', 'boolean', 'on or off'),
+        ('max_dynamic_refresh_workers', '4', '^([1-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, from 1 to 64'),
+        ('max_concurrent_refreshes', '4', '^([1-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, from 1 to 64'),
+        ('per_database_worker_quota', '0', '^([0-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, up to 64; 0 for no quota'),
+        ('max_databases', '0', '^[0-9]{1,5}$', 'a number of databases; 0 for no limit'),
+        ('merge_work_mem_mb', '64', '^[1-9][0-9]{0,5}$', 'megabytes, from 1 to 999999'),
+        ('delta_work_mem_cap_mb', '0', '^[0-9]{1,6}$', 'megabytes; 0 for no cap'),
+        ('max_consecutive_errors', '3', '^[1-9][0-9]{0,3}$', 'a number of errors, from 1 to 9999'),
+        ('auto_backoff', 'on', 'boolean', 'on or off'),
+        ('fuse_default_ceiling', '0', '^[0-9]{1,15}$', 'a number of changes; 0 for no fuse'),
+        ('buffer_alert_threshold', '1000000', '^[1-9][0-9]{0,11}$', 'a number of rows, at least 1'),
+        ('history_retention_days', '90', '^[1-9][0-9]{0,4}$', 'days, from 1 to 99999'),
+        ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
+        ('connection_pooler_mode', 'off', '^(off|session|transaction)$', 'off, session or transaction')
 $$;
 
--- ALTER ROLE and ALTER DATABASE … SET are read from the catalog: what an open session sees of them is stale.
--- A value that is not allowed counts as not there, for this also runs inside a writer's statement.
-CREATE OR REPLACE FUNCTION pgtrickle._setting(name text) RETURNS text
+-- A value in the one way it is written here, or NULL where the setting cannot take it.
+CREATE OR REPLACE FUNCTION pgtrickle._normal_value(value text, pattern text) RETURNS text
+LANGUAGE sql IMMUTABLE PARALLEL SAFE
+AS $$
+    SELECT CASE WHEN pattern <> 'boolean' THEN CASE WHEN lower(value) ~ pattern THEN lower(value) END
+                WHEN lower(value) IN ('on', 'true', 'yes', '1') THEN 'on'
+                WHEN lower(value) IN ('off', 'false', 'no', '0') THEN 'off' END
+$$;
+
+-- Where a setting's values come from, the first that is allowed counts. ALTER ROLE and ALTER DATABASE … SET are read from
+-- the catalog: what an open session sees of them is stale.
+CREATE OR REPLACE FUNCTION pgtrickle._setting_sources(wanted text DEFAULT NULL)
+RETURNS TABLE (name text, rank integer, origin text, raw text, value text, meaning text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT found.value
+    SELECT known.name, found.rank, found.origin, found.raw, pgtrickle._normal_value(found.raw, known.pattern), known.meaning
     FROM pgtrickle._known_settings() AS known
     CROSS JOIN LATERAL (
-        SELECT CASE WHEN s.setrole <> 0 AND s.setdatabase <> 0 THEN 1 WHEN s.setrole <> 0 THEN 2 ELSE 3 END AS rank,
-               substr(entry, strpos(entry, '=') + 1) AS value
+        SELECT CASE WHEN s.setrole <> 0 AND s.setdatabase <> 0 THEN 1 WHEN s.setrole <> 0 THEN 2 WHEN s.setdatabase <> 0 THEN 3 ELSE 4 END,
+               CASE WHEN s.setrole <> 0 THEN 'role' ELSE 'database' END, substr(entry, strpos(entry, '=') + 1)
         FROM pg_db_role_setting AS s CROSS JOIN unnest(s.setconfig) AS entry
         WHERE s.setdatabase IN (0, (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()))
           AND (s.setrole = 0 OR s.setrole = (SELECT r.oid FROM pg_roles AS r JOIN pgtrickle.pgt_settings AS p
                                              ON p.name = 'service_role' AND p.value = r.rolname))
           AND lower(split_part(entry, '=', 1)) = 'pg_trickle.' || known.name
         UNION ALL
-        SELECT 4, current_setting('pg_trickle.' || known.name, true)
+        SELECT 5, 'server', current_setting('pg_trickle.' || known.name, true)
         UNION ALL
-        SELECT 5, p.value FROM pgtrickle.pgt_settings AS p WHERE p.name = known.name
+        SELECT 6, 'pgtrickle.set', p.value FROM pgtrickle.pgt_settings AS p WHERE p.name = known.name
         UNION ALL
-        SELECT 6, known.default_value
-    ) AS found
-    WHERE known.name = $1 AND found.value ~ known.pattern
-    ORDER BY found.rank
-    LIMIT 1
+        SELECT 7, 'default', known.default_value
+    ) AS found (rank, origin, raw)
+    WHERE (wanted IS NULL OR known.name = wanted) AND found.raw IS NOT NULL
+$$;
+
+-- A value that is not allowed counts as not there, for this also runs inside a writer's statement.
+CREATE OR REPLACE FUNCTION pgtrickle._setting(name text) RETURNS text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT s.value FROM pgtrickle._setting_sources($1) AS s WHERE s.value IS NOT NULL ORDER BY s.rank LIMIT 1
 $$;
 
 -- Who called, seen from inside a SECURITY DEFINER function, where current_user is that function's owner.
@@ -91,17 +124,20 @@ BEGIN
     END IF;
     IF value IS NULL THEN
         DELETE FROM pgtrickle.pgt_settings AS p WHERE p.name = short;
-    ELSIF value !~ known.pattern THEN
+    ELSIF pgtrickle._normal_value(value, known.pattern) IS NULL THEN
         RAISE EXCEPTION 'setting % cannot be %', short, quote_literal(value)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It takes ' || known.meaning || '.';
     ELSE
-        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, value, pgtrickle._caller())
+        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, pgtrickle._normal_value(value, known.pattern), pgtrickle._caller())
         ON CONFLICT ON CONSTRAINT pgt_settings_pkey
         DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
     END IF;
     IF short = 'max_buffer_rows' THEN
         PERFORM pgtrickle._spread_buffer_limit();
+    ELSIF short = 'default_schedule_seconds' THEN
+        PERFORM pgtrickle._settle_schedules();
     END IF;
+    PERFORM pg_notify('pgtrickle_wake', 'setting ' || short);
 END
 $$;
 

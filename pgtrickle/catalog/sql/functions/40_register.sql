@@ -121,7 +121,10 @@ CREATE OR REPLACE FUNCTION pgtrickle._register_sources(id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    cycle text;
+    own regclass := (SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id);
+    reader regclass := own;
+    readers jsonb;
+    path text;
 BEGIN
     DELETE FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     INSERT INTO pgtrickle.pgt_dependencies
@@ -140,17 +143,22 @@ BEGIN
     WHERE s.pgt_id = id;
 
     PERFORM pgtrickle._grant_buffers(id);
-    WITH RECURSIVE upstream (relation) AS (
-        SELECT source_relid FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
+    -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
+    WITH RECURSIVE upstream (relation, reader) AS (
+        SELECT source_relid, own FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
         UNION
-        SELECT d.source_relid FROM upstream AS u
+        SELECT d.source_relid, s.pgt_relid FROM upstream AS u
         JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_relid = u.relation
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = s.pgt_id
     )
-    SELECT u.relation::text INTO cycle FROM upstream AS u
-    JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_relid = u.relation WHERE s.pgt_id = id;
-    IF FOUND THEN
-        RAISE EXCEPTION 'stream table % would read itself', cycle
+    SELECT jsonb_object_agg(u.relation::oid, u.reader::oid) INTO readers FROM upstream AS u;
+    IF readers ? own::oid::text THEN
+        LOOP
+            path := concat_ws(', which reads ', reader::text, path);
+            reader := (readers ->> reader::oid::text)::oid::regclass;
+            EXIT WHEN reader = own;
+        END LOOP;
+        RAISE EXCEPTION 'stream table % would read itself: it reads %', own, path
             USING ERRCODE = 'invalid_object_definition', HINT = 'Take it, and the stream tables that read it, out of the query.';
     END IF;
 END
@@ -185,13 +193,14 @@ BEGIN
             USING ERRCODE = 'invalid_object_definition', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
     PERFORM pgtrickle._register_sources(id);
+    PERFORM pgtrickle._settle_schedules();
 END
 $$;
 
 -- NULL leaves a value as it is.
 CREATE OR REPLACE FUNCTION pgtrickle._change(
     id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
-    session_settings jsonb)
+    session_settings jsonb, tier text, fuse_ceiling bigint)
 RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -213,6 +222,11 @@ BEGIN
         status = coalesce(CASE WHEN _change.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING' ELSE _change.status END, s.status),
         status_reason = CASE _change.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL ELSE s.status_reason END,
         consecutive_errors = CASE _change.status WHEN 'ACTIVE' THEN 0 ELSE s.consecutive_errors END,
+        fuse_blown_at = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
+        tier = CASE _change.tier WHEN 'auto' THEN NULL ELSE coalesce(_change.tier, s.tier) END,
+        fuse_ceiling = coalesce(_change.fuse_ceiling, s.fuse_ceiling),
+        -- Looked at anew, at once.
+        next_due = '-infinity', stretch = 1,
         reinit_reason = CASE WHEN _change.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
         -- What was decided for another query or mode is decided anew.
         effective_mode = CASE WHEN coalesce(_change.query, _change.refresh_mode) IS NULL THEN s.effective_mode END,
@@ -222,6 +236,7 @@ BEGIN
     IF _change.query IS NOT NULL THEN
         PERFORM pgtrickle._register_sources(id);
     END IF;
+    PERFORM pgtrickle._settle_schedules();
 END
 $$;
 
@@ -244,6 +259,7 @@ BEGIN
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone.pgt_id);
     END LOOP;
     PERFORM pgtrickle._untrack_unused();
+    PERFORM pgtrickle._settle_schedules();
 END
 $$;
 
@@ -265,7 +281,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._warn_without_service() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE last_seen > clock_timestamp() - interval '1 minute') THEN
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
         RAISE WARNING 'no pgtrickle service seen in the last minute'
             USING HINT = 'Start one with `pgtrickle run`, or serve what is waiting with `pgtrickle run --once`.';
     END IF;

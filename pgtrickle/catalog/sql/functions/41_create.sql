@@ -31,7 +31,8 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._check_options(schedule text, refresh_mode text, placement text, status text DEFAULT NULL)
+CREATE OR REPLACE FUNCTION pgtrickle._check_options(
+    schedule text, refresh_mode text, placement text, status text DEFAULT NULL, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -45,10 +46,18 @@ BEGIN
     ELSIF status NOT IN ('ACTIVE', 'SUSPENDED') THEN
         RAISE EXCEPTION 'status cannot be set to %', quote_literal(status)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It can be set to ACTIVE or SUSPENDED.';
-    ELSIF schedule !~ '^(calculated|([0-9]+(s|m|h|d|w))+|@(hourly|daily|weekly|monthly|yearly)|[-0-9*/,]+( +[-0-9a-zA-Z*/,]+){4,5})$' THEN
+    ELSIF schedule !~ '^(calculated|([0-9]{1,9}(ms|s|m|h|d|w))+|(CRON_TZ=\S+ +)?(@(hourly|daily|weekly|monthly|yearly)|[-0-9*/,]+( +[-0-9a-zA-Z*/,#]+){4}))$'
+          OR schedule ~ '^(0+(ms|s|m|h|d|w))+$' THEN
         RAISE EXCEPTION 'schedule cannot be %', quote_literal(schedule)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'It is a duration such as 30s, 5m or 1h30m, a cron expression such as */5 * * * *, or calculated.';
+                  HINT = 'It is a duration such as 500ms, 30s or 1h30m, a cron expression such as */5 * * * * (CRON_TZ=Area/City before'
+                         ' it names a time zone), or calculated.';
+    ELSIF tier NOT IN ('hot', 'warm', 'cold', 'frozen', 'auto') THEN
+        RAISE EXCEPTION 'tier cannot be %', quote_literal(tier)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It is hot, warm, cold or frozen; auto leaves it to the service.';
+    ELSIF fuse_ceiling < 0 THEN
+        RAISE EXCEPTION 'fuse_ceiling cannot be %', fuse_ceiling
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It is a number of changes; 0 switches the fuse off.';
     END IF;
 END
 $$;

@@ -79,18 +79,19 @@ $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._alter(
     id bigint, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text, query text,
-    query_path text)
+    query_path text, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     refresh_mode := upper(refresh_mode);
-    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement, upper(status));
+    tier := lower(tier);
+    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement, upper(status), tier, fuse_ceiling);
     IF query IS NOT NULL THEN
         PERFORM pgtrickle._replace_query(id, query, query_path);
     END IF;
     PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
-                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END);
+                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling);
     PERFORM pgtrickle._untrack_unused();
     PERFORM pg_notify('pgtrickle_wake', format('altered %s', id));
 END
@@ -98,12 +99,13 @@ $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.alter_stream_table(
     name text, schedule text DEFAULT NULL, refresh_mode text DEFAULT NULL, status text DEFAULT NULL,
-    pooler_compatibility_mode boolean DEFAULT NULL, placement text DEFAULT NULL, query text DEFAULT NULL)
+    pooler_compatibility_mode boolean DEFAULT NULL, placement text DEFAULT NULL, query text DEFAULT NULL,
+    tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
 RETURNS void
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._alter(pgtrickle._get(name), schedule, refresh_mode, status, pooler_compatibility_mode, placement, query,
-                            pg_catalog.current_setting('search_path'))
+                            pg_catalog.current_setting('search_path'), tier, fuse_ceiling)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._replace(

@@ -35,17 +35,14 @@ AS $$
     WHERE r.request_id = request AND r.requested_by = pgtrickle._caller()
 $$;
 
--- Files a request, commits it, and returns when it is done. No SET here: a procedure that commits cannot have it.
-CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute')
+-- Returns when a request is done. No SET here: a procedure that commits cannot have it.
+CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval)
 LANGUAGE plpgsql
 AS $$
 DECLARE
-    request bigint := pgtrickle.refresh_stream_table(name);
-    deadline timestamptz := pg_catalog.clock_timestamp() + timeout;
     pause double precision := 0.01;
     state record;
 BEGIN
-    COMMIT;
     LOOP
         SELECT * INTO state FROM pgtrickle._request_state(request);
         -- Ends the snapshot: waiting must not hold back vacuum.
@@ -66,5 +63,17 @@ BEGIN
         PERFORM pg_catalog.pg_sleep(pause);
         pause := LEAST(pause * 1.5, 0.2);
     END LOOP;
+END
+$$;
+
+-- Files a request, commits it, and returns when it is done.
+CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute')
+LANGUAGE plpgsql
+AS $$
+DECLARE
+    request bigint := pgtrickle.refresh_stream_table(name);
+BEGIN
+    COMMIT;
+    CALL pgtrickle._await(name, request, pg_catalog.clock_timestamp() + timeout, timeout);
 END
 $$;

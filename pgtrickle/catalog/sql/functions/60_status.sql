@@ -9,9 +9,10 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT s.pgt_id, coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name), s.status,
            coalesce(s.status_reason, pgtrickle._ownership_problem(s.pgt_id)),
-           s.refresh_mode, s.effective_mode, s.mode_reason, s.schedule, clock_timestamp() - s.data_timestamp, s.data_timestamp,
+           s.refresh_mode, s.effective_mode, s.mode_reason, s.schedule, make_interval(secs => f.staleness), s.data_timestamp,
            s.reinit_reason, s.consecutive_errors, s.last_error, h.end_time, h.action, h.status
     FROM pgtrickle.pgt_stream_tables AS s
+    LEFT JOIN pgtrickle._freshness() AS f USING (pgt_id)
     LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
     LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
     LEFT JOIN LATERAL (
@@ -32,8 +33,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.get_staleness(name text) RETURNS double precision
 LANGUAGE sql STABLE
 AS $$
-    SELECT extract(epoch FROM pg_catalog.clock_timestamp() - s.data_timestamp)::double precision
-    FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = pgtrickle._get(name)
+    SELECT pgtrickle._staleness(pgtrickle._get(name))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.explain_refresh_mode(name text)

@@ -1,0 +1,15 @@
+-- What nobody will ask about any more.
+WITH history AS (
+    DELETE FROM pgtrickle.pgt_refresh_history WHERE start_time < now() - make_interval(days => %(days)s)
+), events AS (
+    DELETE FROM pgtrickle.pgt_events WHERE at < now() - make_interval(days => %(days)s)
+), requests AS (
+    DELETE FROM pgtrickle.pgt_requests WHERE status IN ('DONE', 'FAILED') AND finished_at < now() - interval '1 day'
+), abandoned AS (
+    UPDATE pgtrickle.pgt_jobs j SET status = 'FAILED', finished_at = clock_timestamp(), error = 'its service is gone'
+    WHERE j.status IN ('QUEUED', 'RUNNING') AND NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_services h WHERE h.service_id = j.service_id AND h.lease_expires > clock_timestamp())
+), jobs AS (
+    DELETE FROM pgtrickle.pgt_jobs WHERE finished_at < now() - interval '1 hour'
+)
+DELETE FROM pgtrickle.pgt_services WHERE lease_expires < now() - interval '1 hour';

@@ -1,0 +1,48 @@
+-- What there is to do now: stream tables that were asked for, whose sources changed, or that are due without a change;
+-- and behind them those that read them. Costs as much as there is to do, however many stream tables are idle.
+WITH RECURSIVE active AS MATERIALIZED (
+    SELECT DISTINCT source_stable_name, xid FROM pgtrickle_changes.pgt_activity
+), newest AS (
+    SELECT source_stable_name, max(xid) AS xid FROM active GROUP BY 1
+), candidate AS (
+    SELECT pgt_id, bool_or(asked) AS asked, bool_or(unprompted) AS unprompted FROM (
+        SELECT pgt_id, true AS asked, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING'
+        UNION ALL
+        SELECT d.pgt_id, false, false FROM newest JOIN pgtrickle.pgt_dependencies d USING (source_stable_name)
+        UNION ALL
+        SELECT pgt_id, false, true FROM pgtrickle.pgt_stream_tables WHERE polled OR reinit_reason IS NOT NULL
+    ) AS each GROUP BY 1
+), free AS NOT MATERIALIZED (
+    SELECT s.* FROM pgtrickle.pgt_stream_tables s
+    WHERE s.status IN ('ACTIVE', 'INITIALIZING')
+      AND (s.claimed_by IS NULL OR s.claimed_by = %(service)s
+           OR NOT EXISTS (SELECT FROM pgtrickle.pgt_services h
+                          WHERE h.service_id = s.claimed_by AND h.lease_expires > clock_timestamp()))
+), due AS (
+    SELECT s.pgt_id, s.pgt_relid, c.asked
+    FROM candidate c JOIN free s USING (pgt_id)
+    WHERE c.asked
+       OR s.next_due <= clock_timestamp() AND s.tier IS DISTINCT FROM 'frozen' AND (c.unprompted OR EXISTS (
+              SELECT FROM pgtrickle.pgt_dependencies d JOIN newest n USING (source_stable_name)
+              WHERE d.pgt_id = s.pgt_id
+                AND (n.xid >= pg_snapshot_xmax((s.frontier ->> 'snapshot')::pg_snapshot)::text::bigint
+                         AND n.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint
+                     OR EXISTS (SELECT FROM active a
+                                WHERE a.source_stable_name = d.source_stable_name
+                                  AND NOT pg_visible_in_snapshot(a.xid::text::xid8, (s.frontier ->> 'snapshot')::pg_snapshot)
+                                  AND a.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint))))
+), reached AS (
+    SELECT pgt_id, pgt_relid FROM due
+    UNION
+    SELECT s.pgt_id, s.pgt_relid
+    FROM reached r
+    JOIN pgtrickle.pgt_dependencies d ON d.source_relid = r.pgt_relid
+    JOIN free s ON s.pgt_id = d.pgt_id
+    WHERE s.next_due <= clock_timestamp() AND s.tier IS DISTINCT FROM 'frozen'
+)
+SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.last_seconds, 0) AS seconds,
+       s.reinit_reason IS NOT NULL AS starts_over,
+       coalesce(s.tier, CASE WHEN s.last_change_at > now() - interval '1 minute' THEN 'hot'
+                             WHEN s.last_change_at > now() - interval '10 minutes' THEN 'warm' ELSE 'cold' END) AS tier
+FROM reached JOIN pgtrickle.pgt_stream_tables s USING (pgt_id) LEFT JOIN due USING (pgt_id)
+ORDER BY s.pgt_id;

@@ -1,0 +1,35 @@
+-- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need it.
+
+-- NULL where the schedule is no duration.
+CREATE OR REPLACE FUNCTION pgtrickle._duration(schedule text) RETURNS interval
+LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT CASE WHEN schedule ~ '^([0-9]+(ms|s|m|h|d|w))+$' THEN (
+        SELECT make_interval(secs => sum(part[1]::numeric * CASE part[2] WHEN 'ms' THEN 0.001 WHEN 's' THEN 1 WHEN 'm' THEN 60
+                                         WHEN 'h' THEN 3600 WHEN 'd' THEN 86400 ELSE 604800 END)::double precision)
+        FROM regexp_matches(schedule, '([0-9]+)(ms|s|m|h|d|w)', 'g') AS part) END
+$$;
+
+-- How often each stream table is due. Those that are calculated are as fresh as the ones that read them, and without
+-- such as fresh as the setting says. Called when any schedule or dependency changed.
+CREATE OR REPLACE FUNCTION pgtrickle._settle_schedules() RETURNS void
+LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH RECURSIVE needed (pgt_id, every) AS (
+        SELECT s.pgt_id, pgtrickle._duration(s.schedule) FROM pgtrickle.pgt_stream_tables AS s
+        WHERE pgtrickle._duration(s.schedule) IS NOT NULL
+        UNION
+        SELECT u.pgt_id, n.every FROM needed AS n
+        JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = n.pgt_id
+        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
+        WHERE u.schedule = 'calculated'
+    ), settled AS (
+        SELECT s.pgt_id, coalesce(min(n.every), CASE WHEN s.schedule = 'calculated' THEN
+                   make_interval(secs => pgtrickle._setting('default_schedule_seconds')::integer) END) AS every
+        FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN needed AS n USING (pgt_id)
+        GROUP BY s.pgt_id
+    )
+    UPDATE pgtrickle.pgt_stream_tables AS s SET every = n.every
+    FROM settled AS n WHERE n.pgt_id = s.pgt_id AND s.every IS DISTINCT FROM n.every
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._settle_schedules() FROM PUBLIC;

@@ -1,0 +1,107 @@
+-- What the service works with, and how fresh stream tables are.
+
+-- The value that the running service uses; without one the value it would find. The caller's session has no say.
+CREATE OR REPLACE FUNCTION pgtrickle._used_setting(name text) RETURNS text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce((SELECT h.settings ->> $1 FROM pgtrickle.pgt_services AS h
+                     WHERE h.kind = 'service' AND h.lease_expires > clock_timestamp() ORDER BY h.last_seen DESC LIMIT 1),
+                    pgtrickle._setting($1))
+$$;
+
+-- Stream tables under the names that their tables have now.
+CREATE OR REPLACE FUNCTION pgtrickle._named()
+RETURNS TABLE (pgt_id bigint, pgt_schema text, pgt_name text, full_name text)
+LANGUAGE sql STABLE
+AS $$
+    SELECT s.pgt_id, coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name),
+           pg_catalog.format('%I.%I', coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name))
+    FROM pgtrickle.pgt_stream_tables AS s
+    LEFT JOIN pg_catalog.pg_class AS c ON c.oid = s.pgt_relid
+    LEFT JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
+$$;
+
+-- When stream tables were last known to be what their queries say. `pending` and `own_at` are about the tables that they
+-- read, as in _pending(); `known_at` and `staleness` count what is pending further up, too. For all at once, because one
+-- call for each of some thousand takes a second.
+--
+-- Who has changes waiting was right when its rows were cut, and still at any later tick whose snapshot sees none of these
+-- changes. Who waits for nothing is right now; on a standby, at the last moment that it has heard of.
+CREATE OR REPLACE FUNCTION pgtrickle._freshness(ids bigint[] DEFAULT NULL)
+RETURNS TABLE (pgt_id bigint, pending boolean, own_at timestamptz, known_at timestamptz, staleness double precision)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH RECURSIVE behind (reader, pgt_id) AS (
+        SELECT s.pgt_id, s.pgt_id FROM pgtrickle.pgt_stream_tables AS s WHERE ids IS NULL OR s.pgt_id = ANY (ids)
+        UNION
+        SELECT b.reader, u.pgt_id FROM behind AS b
+        JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = b.pgt_id
+        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
+    ), present AS MATERIALIZED (
+        SELECT clock_timestamp() AS now
+    ), ticks AS MATERIALIZED (
+        SELECT ticked_at, tick_snapshot FROM pgtrickle.pgt_services WHERE tick_snapshot IS NOT NULL
+    ), seen AS MATERIALIZED (
+        SELECT CASE WHEN pg_is_in_recovery() THEN greatest(pg_last_xact_replay_timestamp(), (SELECT max(ticked_at) FROM ticks))
+                    ELSE p.now END AS until
+        FROM present AS p
+    ), stream_tables AS MATERIALIZED (
+        SELECT s.pgt_id, s.data_timestamp, s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.polled AS unprompted,
+               (s.frontier ->> 'snapshot')::pg_snapshot AS snapshot, (s.frontier ->> 'passed')::bigint AS passed
+        FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id IN (SELECT b.pgt_id FROM behind AS b)
+    ), unseen AS MATERIALIZED (
+        SELECT s.pgt_id, a.xid FROM stream_tables AS s
+        JOIN pgtrickle.pgt_dependencies AS d USING (pgt_id)
+        JOIN (SELECT DISTINCT source_stable_name, xid FROM pgtrickle_changes.pgt_activity) AS a USING (source_stable_name)
+        WHERE NOT pg_visible_in_snapshot(a.xid::text::xid8, s.snapshot) AND a.xid IS DISTINCT FROM s.passed
+    ), judged AS MATERIALIZED (
+        SELECT s.pgt_id, s.unprompted OR u.pgt_id IS NOT NULL AS pending,
+               CASE WHEN s.unprompted THEN s.data_timestamp
+                    WHEN u.pgt_id IS NULL THEN greatest(s.data_timestamp, seen.until)
+                    ELSE greatest(s.data_timestamp, u.ticked_at) END AS own_at
+        FROM stream_tables AS s CROSS JOIN seen
+        LEFT JOIN (
+            SELECT p.pgt_id, (SELECT max(t.ticked_at) FROM ticks AS t
+                              WHERE NOT EXISTS (SELECT FROM unnest(p.xids) AS xid WHERE pg_visible_in_snapshot(xid::text::xid8, t.tick_snapshot))) AS ticked_at
+            FROM (SELECT unseen.pgt_id, array_agg(unseen.xid) AS xids FROM unseen GROUP BY 1) AS p
+        ) AS u USING (pgt_id)
+    ), whole AS (
+        SELECT b.reader, CASE WHEN count(j.own_at) = count(*) THEN min(j.own_at) END AS known_at
+        FROM behind AS b JOIN judged AS j USING (pgt_id) GROUP BY 1
+    )
+    SELECT j.pgt_id, j.pending, j.own_at, w.known_at,
+           CASE WHEN w.known_at IS NOT NULL THEN greatest(0, extract(epoch FROM p.now - w.known_at))::double precision END
+    FROM whole AS w JOIN judged AS j ON j.pgt_id = w.reader CROSS JOIN present AS p
+$$;
+
+-- Seconds since a stream table was last known to be what its query says; NULL if it was never filled.
+CREATE OR REPLACE FUNCTION pgtrickle._staleness(id bigint) RETURNS double precision
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT f.staleness FROM pgtrickle._freshness(ARRAY[id]) AS f
+$$;
+
+-- Who has waited more than twice as long as its schedule allows. Each answers for itself only: one that is fast is not
+-- late because it reads a slow one. A refresh on its way gets the time that is allowed.
+CREATE OR REPLACE FUNCTION pgtrickle._lateness()
+RETURNS TABLE (pgt_id bigint, late boolean, waited double precision, allowed double precision, staleness double precision)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH coming AS MATERIALIZED (
+        SELECT i.id, max(j.enqueued_at) AS since
+        FROM pgtrickle.pgt_jobs AS j JOIN pgtrickle.pgt_services AS h USING (service_id) CROSS JOIN unnest(j.pgt_ids) AS i (id)
+        WHERE j.status IN ('QUEUED', 'RUNNING') AND h.lease_expires > clock_timestamp()
+        GROUP BY 1
+    )
+    SELECT f.pgt_id,
+           coalesce(f.pending AND s.status <> 'SUSPENDED' AND s.tier IS DISTINCT FROM 'frozen' AND t.waited > t.allowed
+                    AND (c.since > clock_timestamp() - make_interval(secs => t.allowed)) IS NOT TRUE, false),
+           t.waited, t.allowed, f.staleness
+    FROM pgtrickle._freshness() AS f
+    JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    LEFT JOIN coming AS c ON c.id = f.pgt_id
+    CROSS JOIN LATERAL (
+        SELECT extract(epoch FROM clock_timestamp() - coalesce(f.own_at, s.created_at))::double precision AS waited,
+               extract(epoch FROM 2 * s.every * s.stretch)::double precision AS allowed
+    ) AS t
+$$;

@@ -1,0 +1,72 @@
+-- What a service needs that looks after stream tables by itself: when each is due, who works on it, what protects it.
+
+-- A claim holds while its holder's lease does. Leases are renewed in a table of their own: a refresh that keeps one
+-- snapshot for several stream tables could not write a row that was renewed meanwhile.
+ALTER TABLE pgtrickle.pgt_services
+    ADD COLUMN kind text NOT NULL DEFAULT 'service' CHECK (kind IN ('service', 'refresh')),
+    ADD COLUMN lease_expires timestamptz NOT NULL DEFAULT clock_timestamp() + interval '30 seconds',
+    ADD COLUMN pool_size integer NOT NULL DEFAULT 0,
+    ADD COLUMN pool_active integer NOT NULL DEFAULT 0,
+    ADD COLUMN plans_found bigint NOT NULL DEFAULT 0,
+    ADD COLUMN plans_made bigint NOT NULL DEFAULT 0,
+    ADD COLUMN ticked_at timestamptz,
+    ADD COLUMN tick_snapshot pg_snapshot,
+    ADD COLUMN settings jsonb NOT NULL DEFAULT '{}';
+
+ALTER TABLE pgtrickle.pgt_stream_tables
+    DROP COLUMN claim_expires,
+    ADD COLUMN every interval,
+    ADD COLUMN next_due timestamptz NOT NULL DEFAULT '-infinity',
+    ADD COLUMN stretch real NOT NULL DEFAULT 1,
+    ADD COLUMN polled boolean NOT NULL DEFAULT false,
+    ADD COLUMN tier text CHECK (tier IN ('hot', 'warm', 'cold', 'frozen')),
+    ADD COLUMN last_change_at timestamptz,
+    ADD COLUMN last_seconds real,
+    ADD COLUMN full_seconds real,
+    ADD COLUMN fuse_ceiling bigint CHECK (fuse_ceiling >= 0),
+    ADD COLUMN fuse_blown_at timestamptz,
+    ADD COLUMN fuse_passes boolean NOT NULL DEFAULT false;
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.every IS 'How stale it may become; NULL for a cron schedule.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.stretch IS 'Multiplies the schedule while refreshes take longer than it.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.polled IS 'Its result may change without a change that is captured: it is refreshed on schedule.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.tier IS 'Set by hand; NULL: by how lately its sources changed.';
+-- Not on next_due: every refresh writes it, and an index on it would have to be written too.
+CREATE INDEX pgt_stream_tables_unprompted ON pgtrickle.pgt_stream_tables (pgt_id) WHERE polled OR reinit_reason IS NOT NULL;
+ALTER TABLE pgtrickle.pgt_stream_tables SET (fillfactor = 70);
+CREATE INDEX ON pgtrickle.pgt_dependencies (source_stable_name);
+
+-- A refresh whose cut sees the transaction that asked has done what was asked.
+ALTER TABLE pgtrickle.pgt_requests
+    ADD COLUMN xid xid8 NOT NULL DEFAULT pg_current_xact_id();
+UPDATE pgtrickle.pgt_requests SET status = 'PENDING', started_at = NULL WHERE status = 'RUNNING';
+
+-- What the scheduler gave to its workers.
+CREATE TABLE pgtrickle.pgt_jobs (
+    job_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    service_id uuid NOT NULL,
+    kind text NOT NULL CHECK (kind IN ('IMMEDIATE', 'GROUP', 'FUSED', 'SINGLETON')),
+    pgt_ids bigint[] NOT NULL,
+    status text NOT NULL DEFAULT 'QUEUED' CHECK (status IN ('QUEUED', 'RUNNING', 'SUCCEEDED', 'FAILED')),
+    worker text,
+    worker_pid integer,
+    enqueued_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    started_at timestamptz,
+    finished_at timestamptz,
+    error text
+);
+
+-- What is sent as notifications, for those who cannot listen.
+CREATE TABLE pgtrickle.pgt_events (
+    event_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    event text NOT NULL,
+    pgt_id bigint,
+    payload jsonb NOT NULL
+);
+CREATE INDEX ON pgtrickle.pgt_events (at);
+CREATE INDEX ON pgtrickle.pgt_refresh_history (start_time);
+
+-- They take more arguments now.
+DROP FUNCTION IF EXISTS pgtrickle.alter_stream_table(text, text, text, text, boolean, text, text);
+DROP FUNCTION IF EXISTS pgtrickle._alter(bigint, text, text, text, boolean, text, text, text);
+DROP FUNCTION IF EXISTS pgtrickle._change(bigint, text, text, text, text, boolean, text, jsonb);

@@ -1,0 +1,107 @@
+"""What a service tells over HTTP: /metrics for Prometheus, /healthz and /readyz for whoever keeps it running."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from pgtrickle.errors import PgtrickleError
+from pgtrickle.service.service import Service
+
+
+class _Metrics(Collector):
+    """The service's state at the moment it is asked."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        pool = self._service.pool
+        yield _gauge("workers", "Workers of this service", pool.size)
+        yield _gauge("workers_active", "Workers that refresh something", pool.active)
+        yield _gauge("jobs_queued", "Units that wait for a worker", pool.queued)
+        up = GaugeMetricFamily("pgtrickle_server_up", "1 if the server is watched, 0 if not", labels=["server"])
+        served = GaugeMetricFamily(
+            "pgtrickle_database_served", "1 if a scheduler runs, 0 if not", labels=["server", "database", "reason"]
+        )
+        names = ("ticks", "tick_seconds", "refreshes", "failures", "refresh_seconds", "rows", "crashes")
+        counters = {
+            name: CounterMetricFamily(f"pgtrickle_{name}", _MEANING[name], labels=["server", "database"])
+            for name in names
+        }
+        for launcher in self._service.launchers:
+            up.add_metric([launcher.server.name], launcher.problem is None)
+            for name, watched in list(launcher.databases.items()):
+                labels = [launcher.server.name, name]
+                served.add_metric([*labels, watched.problem or ""], watched.scheduler is not None)
+                if watched.tended is not None:
+                    for counter, family in counters.items():
+                        family.add_metric(labels, getattr(watched.tended.counters, counter))
+        yield up
+        yield served
+        yield from counters.values()
+
+
+_MEANING = {
+    "ticks": "Ticks of the scheduler",
+    "tick_seconds": "Seconds spent in ticks",
+    "refreshes": "Refreshes that were completed",
+    "failures": "Refreshes that failed",
+    "refresh_seconds": "Seconds workers spent on refreshes",
+    "rows": "Rows inserted into and deleted from stream tables",
+    "crashes": "Schedulers that ended by an error",
+}
+
+
+def _gauge(name: str, meaning: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"pgtrickle_{name}", meaning, value)
+
+
+def serve_http(service: Service, address: str) -> ThreadingHTTPServer:
+    """Answer at an address (host:port) from a thread of its own; the caller shuts the server down."""
+    host, _, port = address.rpartition(":")
+    registry = CollectorRegistry()
+    registry.register(_Metrics(service))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/metrics":
+                self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
+            elif self.path == "/healthz":
+                self._answer(200, b"ok\n", "text/plain")
+            elif self.path == "/readyz":
+                problems = {one.server.name: one.problem for one in service.launchers if one.problem is not None}
+                self._answer(
+                    200 if service.ready else 503,
+                    json.dumps({"ready": service.ready, "problems": problems}).encode(),
+                    "application/json",
+                )
+            else:
+                self._answer(404, b"there are /metrics, /healthz and /readyz\n", "text/plain")
+
+        def _answer(self, status: int, body: bytes, kind: str) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Requests are not worth a line each."""
+
+    try:
+        server = ThreadingHTTPServer((host, int(port)), Handler)
+    except (OSError, ValueError, OverflowError) as error:
+        raise PgtrickleError(
+            f"cannot listen on {address}: {error}", "Choose another address with --http, or none with --http ''."
+        ) from error
+    threading.Thread(target=server.serve_forever, name="pgtrickle-http", daemon=True).start()
+    return server

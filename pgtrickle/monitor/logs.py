@@ -1,0 +1,42 @@
+"""Logs of the service: one line per event, for people or for programs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+
+_FIELDS = ("server", "database", "pgt_id", "error")
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        about = " ".join(f"{name}={value}" for name in _FIELDS if (value := getattr(record, name, None)) is not None)
+        when = datetime.fromtimestamp(record.created, UTC).astimezone()
+        line = f"{when:%Y-%m-%d %H:%M:%S} {record.levelname.lower()} {record.getMessage()} {about}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        entry = {
+            "ts": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {name: value for name in _FIELDS if (value := getattr(record, name, None)) is not None}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def log_to_stderr(format_: str) -> None:
+    """Let the service's loggers write to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Json() if format_ == "json" else _Text())
+    logger = logging.getLogger("pgtrickle")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

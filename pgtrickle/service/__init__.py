@@ -1,0 +1,1 @@
+"""The service: looks after the stream tables of many databases by itself."""

@@ -1,0 +1,69 @@
+"""Which stream tables read which, and which of them belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Dag:
+    """The stream tables of a database with what they read: other stream tables (by id) and tables (by name)."""
+
+    upstream: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    tables: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    groups: Mapping[int, frozenset[int]] = field(default_factory=dict)  # the atomic group of each member
+
+    @classmethod
+    def of(cls, upstream: Mapping[int, Iterable[int]], tables: Mapping[int, Iterable[str]]) -> Dag:
+        ups = {id_: frozenset(upstream.get(id_, ())) for id_ in (*upstream, *tables)}
+        bases = {id_: frozenset(tables.get(id_, ())) for id_ in ups}
+        return cls(ups, bases, _diamonds(ups, bases))
+
+
+def _diamonds(
+    upstream: Mapping[int, frozenset[int]], tables: Mapping[int, frozenset[str]]
+) -> dict[int, frozenset[int]]:
+    """Stream tables that a reader must see at one moment: where two ways lead from one table to a stream table.
+
+    Refreshed one after the other, what comes by one way would show before what comes by the other.
+    """
+    roots: dict[int, frozenset[str]] = {}
+    above: dict[int, frozenset[int]] = {}
+    for id_ in _ordered(upstream):
+        ups = upstream[id_]
+        roots[id_] = frozenset(tables[id_]).union(*(roots[up] for up in ups))
+        above[id_] = ups.union(*(above[up] for up in ups))
+    merged: dict[int, set[int]] = {}
+    for id_, ups in upstream.items():
+        ways = [*(roots[up] for up in ups), tables[id_]]
+        if ups and sum(len(way) for way in ways) > len(frozenset().union(*ways)):
+            _merge(merged, {id_, *above[id_]})
+    return {id_: frozenset(members) for id_, members in merged.items()}
+
+
+def _merge(merged: dict[int, set[int]], members: set[int]) -> None:
+    """Groups that share a member are one."""
+    for id_ in list(members):
+        members |= merged.get(id_, set())
+    for id_ in members:
+        merged[id_] = members
+
+
+def _ordered(upstream: Mapping[int, frozenset[int]]) -> list[int]:
+    """Sources before their readers. There are no cycles: the catalog refuses them."""
+    order: list[int] = []
+    done: set[int] = set()
+    for start in upstream:
+        pending = [start]
+        while pending:
+            id_ = pending[-1]
+            missing = [up for up in upstream[id_] if up not in done]
+            if id_ in done or not missing:
+                pending.pop()
+                if id_ not in done:
+                    done.add(id_)
+                    order.append(id_)
+            else:
+                pending += missing
+    return order

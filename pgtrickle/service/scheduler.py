@@ -1,0 +1,303 @@
+"""The scheduler of one database: looks every second what there is to do, and gives it to the workers."""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from itertools import cycle, islice
+from typing import Any
+
+import psycopg
+from psycopg.rows import class_row, dict_row
+from psycopg.types.json import Jsonb
+
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.lease import Lease
+from pgtrickle.service.connections import open_connection
+from pgtrickle.service.cron import ScheduleError, next_time
+from pgtrickle.service.dag import Dag
+from pgtrickle.service.pool import Pool, Task
+from pgtrickle.service.settings import Settings, read_settings
+from pgtrickle.service.units import Due, Unit, plan_units
+from pgtrickle.service.worker import Workers
+
+log = logging.getLogger("pgtrickle.scheduler")
+
+BEAT_SECONDS = 5.0
+PRUNE_SECONDS = 60.0
+AUDITED = 50  # stream tables a tick
+ALERT_SECONDS = 10.0
+
+
+@dataclass
+class Counters:
+    """What metrics tell of a database."""
+
+    ticks: int = 0
+    tick_seconds: float = 0.0
+    refreshes: int = 0
+    failures: int = 0
+    refresh_seconds: float = 0.0
+    rows: int = 0
+    crashes: int = 0
+
+
+@dataclass
+class Tended:
+    """A database and what outlives its scheduler: connections, what workers are at, counts."""
+
+    name: str  # among all servers
+    workers: Workers
+    busy: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    counters: Counters = field(default_factory=Counters)
+    settings: Settings | None = None
+
+
+@dataclass
+class Scheduler:
+    """Looks after one database until it is stopped, the database disabled, or something breaks."""
+
+    tended: Tended
+    pool: Pool
+    lease_seconds: float
+    on_settings: Callable[[], None] = lambda: None
+    draining: bool = False  # start nothing new
+    failure: BaseException | None = None
+    disabled: bool = False
+
+    def __post_init__(self) -> None:
+        self.workers = self.tended.workers
+        self.database, self.service_id = self.workers.database, self.workers.service_id
+        self.counters = self.tended.counters
+        self._busy, self._lock = self.tended.busy, self.tended.lock
+        self._stop = threading.Event()
+        self._wake, self._woken = socket.socketpair()
+        self._dag = Dag()
+        self._known: dict[int, datetime] = {}
+        self._told_wrong: dict[str, str] = {}
+        self._alerted: set[str] = set()
+        self._beaten = self._pruned = self._watched = 0.0
+        self._audit_from = 0
+        self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the present tick; what waits for a worker is dropped, what runs goes on."""
+        self._stop.set()
+        with self._lock:
+            if self._wake.fileno() >= 0:
+                self._wake.send(b".")
+
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with open_connection(self.workers.dsn, "scheduler", self.database) as conn:
+                self._serve(conn)
+        except BaseException as error:  # told by the launcher, who starts another one
+            self.failure = error
+        finally:
+            self._forget([task.unit for task in self.pool.drop(self.tended.name)])
+            self.workers.close_idle(0)
+            with self._lock:
+                self._wake.close()
+                self._woken.close()
+
+    def _serve(self, conn: psycopg.Connection[Any]) -> None:
+        lease = Lease(conn, self.service_id, "service", self.lease_seconds)
+        lease.ensure()
+        attached = read_settings(conn).attached
+        conn.execute("SELECT pgtrickle._settle_schedules()")
+        listening = False
+        try:
+            while not self._stop.is_set():
+                begin = time.monotonic()
+                settings = read_settings(conn)
+                if settings.attached != attached:
+                    log.info("settings were attached anew: reconnecting", extra={"database": self.database})
+                    raise ReconnectError
+                if not settings.enabled:
+                    self.disabled = True
+                    return
+                if settings.listens != listening:
+                    conn.execute("LISTEN pgtrickle_wake" if settings.listens else "UNLISTEN *")
+                    listening = settings.listens
+                self.tick(conn, settings)
+                self.counters.ticks += 1
+                self.counters.tick_seconds += time.monotonic() - begin
+                self._wait(conn, max(0.0, settings.interval - (time.monotonic() - begin)))
+        finally:
+            if not conn.closed and not conn.broken and not self._busy:
+                lease.end()
+
+    def _wait(self, conn: psycopg.Connection[Any], seconds: float) -> None:
+        """Until the interval is over, somebody notifies or stops us."""
+        ready, _, _ = select.select([conn.fileno(), self._woken.fileno()], [], [], seconds)
+        if conn.fileno() in ready:
+            for _ in conn.notifies(timeout=0):
+                pass
+
+    # -- a tick --------------------------------------------------------------------------------------------------------
+
+    def tick(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        self.tended.settings = settings
+        self.on_settings()
+        self._tell_wrong(settings)
+        self._beat(conn, settings)
+        if not settings.paused and not self.draining:
+            self._settle_cron(conn)
+            due = self._due(conn)
+            due += self._altered(conn, {item.pgt_id for item in due})
+            if any(self._known.get(item.pgt_id) != item.updated_at for item in due):
+                self._load_dag(conn)
+            with self._lock:
+                units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
+                for unit in units:
+                    self._busy.update(unit.ids)
+            self._dispatch(conn, units, settings)
+        self._look_after(conn, settings)
+
+    def _due(self, conn: psycopg.Connection[Any]) -> list[Due]:
+        with conn.cursor(row_factory=class_row(Due)) as cursor:
+            return cursor.execute(load_query("tick"), {"service": self.service_id}).fetchall()
+
+    def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
+        """Stream tables, a few at a time, whose sources were altered without a change of their rows."""
+        ids = sorted(self._known)
+        if not ids:
+            return []
+        some = list(
+            islice(cycle(ids), self._audit_from % len(ids), self._audit_from % len(ids) + min(AUDITED, len(ids)))
+        )
+        self._audit_from += AUDITED
+        rows = conn.execute(load_query("audit"), {"ids": some}).fetchall()
+        return [
+            Due(row[0], False, self._known[row[0]], 0.0, True, "hot")
+            for row in rows
+            if row[0] not in known and row[0] not in self._busy
+        ]
+
+    def _load_dag(self, conn: psycopg.Connection[Any]) -> None:
+        upstream: dict[int, list[int]] = {}
+        tables: dict[int, list[str]] = {}
+        self._known = {}
+        with conn.cursor(row_factory=dict_row) as cursor:
+            for row in cursor.execute(load_query("dag")):
+                self._known[row["pgt_id"]] = row["updated_at"]
+                upstream.setdefault(row["pgt_id"], [])
+                if row["upstream"] is not None:
+                    upstream[row["pgt_id"]].append(row["upstream"])
+                elif row["source"] is not None:
+                    tables.setdefault(row["pgt_id"], []).append(row["source"])
+        self._dag = Dag.of(upstream, tables)
+
+    def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
+        """Say when those with a cron schedule are due next, after each refresh."""
+        rows = conn.execute(
+            "SELECT pgt_id, schedule, session_settings ->> 'TimeZone' FROM pgtrickle.pgt_stream_tables"
+            " WHERE every IS NULL AND next_due = 'infinity'"
+        ).fetchall()
+        for pgt_id, schedule, timezone in rows:
+            try:
+                due = next_time(schedule, timezone or "UTC", datetime.now(UTC))
+            except ScheduleError as error:
+                conn.execute(
+                    "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = %s",
+                    (str(error), pgt_id),
+                )
+                continue
+            conn.execute("UPDATE pgtrickle.pgt_stream_tables SET next_due = %s WHERE pgt_id = %s", (due, pgt_id))
+
+    def _dispatch(self, conn: psycopg.Connection[Any], units: Sequence[Unit], settings: Settings) -> None:
+        for unit in units:
+            row = conn.execute(
+                "INSERT INTO pgtrickle.pgt_jobs (service_id, kind, pgt_ids) VALUES (%s, %s, %s) RETURNING job_id",
+                (self.service_id, unit.kind, list(unit.ids)),
+            ).fetchone()
+            assert row is not None
+            self.pool.submit(Task(self.tended.name, unit, settings.share, self._work(row[0], unit, settings)))
+
+    def _work(self, job: int, unit: Unit, settings: Settings) -> Callable[[int], None]:
+        def work(number: int) -> None:
+            try:
+                begin = time.monotonic()
+                outcome = self.workers.run(job, unit, settings.policy, settings.listens, number)
+                self.counters.refreshes += len(outcome.results)
+                self.counters.failures += len(outcome.failures)
+                self.counters.refresh_seconds += time.monotonic() - begin
+                self.counters.rows += sum(result.rows_inserted + result.rows_deleted for result in outcome.results)
+            except Exception as error:
+                # The engine has written down what it could. What is due stays due.
+                log.warning("a worker failed", extra={"database": self.database, "error": str(error)}, exc_info=True)
+                self.counters.failures += len(unit.ids)
+            finally:
+                self._forget([unit])
+
+        return work
+
+    def _forget(self, units: Sequence[Unit]) -> None:
+        with self._lock:
+            for unit in units:
+                self._busy.difference_update(unit.ids)
+
+    # -- what else there is to do ----------------------------------------------------------------------------------------
+
+    def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        if time.monotonic() - self._beaten < min(BEAT_SECONDS, self.lease_seconds / 3):
+            return
+        parameters = {
+            "service": self.service_id,
+            "lease": timedelta(seconds=self.lease_seconds),
+            "pool_size": self.pool.size,
+            "pool_active": self.pool.active,
+            "plans_found": self.workers.plans.found,
+            "plans_made": self.workers.plans.made,
+            "settings": Jsonb(dict(settings.values)),
+        }
+        if conn.execute(load_query("beat"), parameters).rowcount == 0:
+            Lease(conn, self.service_id, "service", self.lease_seconds).ensure()
+        self._beaten = time.monotonic()
+
+    def _tell_wrong(self, settings: Settings) -> None:
+        for name, told in settings.wrong.items():
+            if self._told_wrong.get(name) != told:
+                log.warning("setting %s cannot be %s", name, told, extra={"database": self.database})
+        self._told_wrong = dict(settings.wrong)
+
+    def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        now = time.monotonic()
+        if now - self._watched >= ALERT_SECONDS:
+            self._watched = now
+            self.workers.close_idle()
+            self._alert(conn, settings)
+        if now - self._pruned >= PRUNE_SECONDS:
+            self._pruned = now
+            conn.execute(load_query("prune"), {"days": settings.history_days})
+
+    def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        """Tell once, when it begins, what an operator should know."""
+        found = conn.execute(load_query("alerts"), {"rows": settings.buffer_alert}).fetchall()
+        for key, event, pgt_id, details in found:
+            if key not in self._alerted:
+                conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
+        self._alerted = {key for key, *_ in found}
+
+
+class ReconnectError(Exception):
+    """What the connection was opened with no longer holds."""

@@ -1,0 +1,53 @@
+"""One service process: a launcher per server, one pool of workers, one address for metrics."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass, field
+
+from pgtrickle.service.config import ServiceConfig
+from pgtrickle.service.launcher import Launcher
+from pgtrickle.service.pool import Pool
+
+log = logging.getLogger("pgtrickle.service")
+
+
+@dataclass
+class Service:
+    """Everything that runs; start it, wait for a signal, stop it."""
+
+    config: ServiceConfig
+    service_id: uuid.UUID = field(default_factory=uuid.uuid4)
+
+    def __post_init__(self) -> None:
+        self.pool = Pool(4)
+        self.launchers = [
+            Launcher(server, self.config, self.service_id, self.pool, self._fit_pool) for server in self.config.servers
+        ]
+
+    def start(self) -> None:
+        for launcher in self.launchers:
+            launcher.start()
+
+    def stop(self) -> bool:
+        """Finish what runs, start nothing more; False if something did not end within the deadline."""
+        for launcher in self.launchers:
+            launcher.drain()
+        finished = self.pool.stop(self.config.drain_seconds)
+        if not finished:
+            log.warning("refreshes still run after %s s: they are given up", self.config.drain_seconds)
+        for launcher in self.launchers:
+            launcher.stop(5.0)
+        return finished
+
+    def _fit_pool(self) -> None:
+        """As many workers as the database that wants the most of them."""
+        size = max((settings.workers for launcher in self.launchers for settings in launcher.settings), default=0)
+        if size not in (0, self.pool.size):
+            self.pool.resize(size)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every server was looked at."""
+        return all(launcher.rounds > 0 and launcher.problem is None for launcher in self.launchers)

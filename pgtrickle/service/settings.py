@@ -1,0 +1,82 @@
+"""The settings pg_trickle.* of one database, as the service uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+from psycopg.rows import dict_row
+
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.failures import Policy
+from pgtrickle.service.pool import Share
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Read anew at every tick, so a change needs no restart."""
+
+    values: Mapping[str, str]
+    wrong: Mapping[str, str] = field(default_factory=dict)  # values that no setting can take, which count as not there
+    attached: Mapping[str, str] = field(
+        default_factory=dict
+    )  # to the database or the role: a session has those it began with
+    paused: bool = False
+
+    @property
+    def enabled(self) -> bool:
+        return self._on("enabled")
+
+    @property
+    def interval(self) -> float:
+        return self._number("scheduler_interval_ms") / 1000
+
+    @property
+    def listens(self) -> bool:
+        """Whether to wake early on NOTIFY. Behind a pooler in transaction mode nobody would hear it."""
+        return self._on("event_driven_wake") and self.values["connection_pooler_mode"] != "transaction"
+
+    @property
+    def tiered(self) -> bool:
+        return self._on("tiered_scheduling")
+
+    @property
+    def workers(self) -> int:
+        return self._number("max_dynamic_refresh_workers")
+
+    @property
+    def share(self) -> Share:
+        cap = self._number("max_concurrent_refreshes") if self._on("parallel_refresh_mode") else 1
+        return Share(cap, self._number("per_database_worker_quota"))
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self._number("max_consecutive_errors"), self._on("auto_backoff"))
+
+    @property
+    def history_days(self) -> int:
+        return self._number("history_retention_days")
+
+    @property
+    def buffer_alert(self) -> int:
+        return self._number("buffer_alert_threshold")
+
+    @property
+    def most_databases(self) -> int:
+        return self._number("max_databases")
+
+    def _on(self, name: str) -> bool:
+        return self.values[name] == "on"
+
+    def _number(self, name: str) -> int:
+        return int(self.values[name])
+
+
+def read_settings(conn: psycopg.Connection[Any]) -> Settings:
+    """The settings that hold now."""
+    with conn.cursor(row_factory=dict_row) as cursor:
+        row = cursor.execute(load_query("settings")).fetchone()
+    assert row is not None
+    return Settings(row["settings"], row["wrong"] or {}, row["attached"] or {}, row["paused"])

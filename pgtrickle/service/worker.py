@@ -1,0 +1,121 @@
+"""What a worker does with a unit: refresh it, and tell what became of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from pgtrickle.engine.failures import Policy, is_transient
+from pgtrickle.engine.lease import KeptElsewhere
+from pgtrickle.engine.programs import Plans
+from pgtrickle.engine.refresh import Engine
+from pgtrickle.engine.types import Outcome
+from pgtrickle.errors import FuseBlownError
+from pgtrickle.service.connections import open_connection
+from pgtrickle.service.units import Unit
+
+log = logging.getLogger("pgtrickle.worker")
+IDLE_SECONDS = 60.0
+
+
+@dataclass
+class Workers:
+    """The connections over which the stream tables of one database are refreshed; kept while there is work."""
+
+    dsn: str
+    database: str
+    service_id: uuid.UUID
+    plans: Plans = field(default_factory=Plans)
+    _idle: list[tuple[float, Engine]] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def run(self, job: int, unit: Unit, policy: Policy, notifies: bool, number: int) -> Outcome:
+        """Refresh the stream tables of a unit."""
+        with self._engine(f"worker {number}") as engine:
+            engine.policy = policy
+            conn = engine.conn
+            conn.execute(
+                "UPDATE pgtrickle.pgt_jobs SET status = 'RUNNING', started_at = clock_timestamp(), worker = %s,"
+                " worker_pid = pg_backend_pid() WHERE job_id = %s",
+                (f"worker {number}", job),
+            )
+            ids = _still_wanted(conn, unit)
+            outcome = engine.attempt(ids, "REQUEST" if unit.asked else "SCHEDULE", atomic=unit.kind == "GROUP")
+            self._tell(conn, job, outcome, notifies)
+            return outcome
+
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Give back connections that were not needed for a while."""
+        now = time.monotonic()
+        with self._lock:
+            old = [engine for since, engine in self._idle if now - since >= seconds]
+            self._idle = [(since, engine) for since, engine in self._idle if now - since < seconds]
+        for engine in old:
+            engine.conn.close()
+
+    @contextmanager
+    def _engine(self, name: str) -> Iterator[Engine]:
+        with self._lock:
+            engine = self._idle.pop()[1] if self._idle else None
+        if engine is None or engine.conn.closed:
+            conn = open_connection(self.dsn, name, self.database)
+            engine = Engine(conn, lease=KeptElsewhere(self.service_id), plans=self.plans)
+        try:
+            yield engine
+        except BaseException:
+            engine.conn.close()  # whatever state it is in
+            raise
+        with self._lock:
+            self._idle.append((time.monotonic(), engine))
+
+    def _tell(self, conn: psycopg.Connection[Any], job: int, outcome: Outcome, notifies: bool) -> None:
+        error = next(iter(outcome.failures.values()), None)
+        conn.execute(
+            "UPDATE pgtrickle.pgt_jobs SET status = %s, finished_at = clock_timestamp(), error = %s WHERE job_id = %s",
+            ("FAILED" if error is not None else "SUCCEEDED", str(error) if error is not None else None, job),
+        )
+        for pgt_id, failure in outcome.failures.items():
+            log.warning("refresh failed", extra={"database": self.database, "pgt_id": pgt_id, "error": str(failure)})
+            _tell_failure(conn, pgt_id, failure)
+        refreshed = [result.refresh_id for result in outcome.results if result.refresh_id]
+        if notifies and refreshed:
+            conn.execute(
+                "SELECT pg_notify('pg_trickle_refresh', left(pgtrickle._refresh_payload(h)::text, 7900))"
+                " FROM pgtrickle.pgt_refresh_history h WHERE h.refresh_id = ANY (%s)",
+                (refreshed,),
+            )
+
+
+def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> list[int]:
+    """Those of the unit that were not suspended, frozen or dropped while it waited."""
+    rows = conn.execute(
+        "SELECT pgt_id FROM pgtrickle.pgt_stream_tables WHERE pgt_id = ANY (%s) AND status IN ('ACTIVE', 'INITIALIZING')"
+        " AND (tier IS DISTINCT FROM 'frozen' OR %s)",
+        (list(unit.ids), unit.asked),
+    ).fetchall()
+    return [row[0] for row in rows]
+
+
+def _tell_failure(conn: psycopg.Connection[Any], pgt_id: int, failure: Exception) -> None:
+    row = conn.execute(
+        "SELECT status, status_reason FROM pgtrickle.pgt_stream_tables WHERE pgt_id = %s", (pgt_id,)
+    ).fetchone()
+    events: Sequence[tuple[str, dict[str, str]]] = [
+        ("refresh_failed", {"error": str(failure), "transient": str(is_transient(failure)).lower()})
+    ]
+    if isinstance(failure, FuseBlownError):
+        events = [("fuse_blown", {"reason": str(failure)})]
+    elif row is not None and row[0] == "SUSPENDED":
+        reason = {"reason": row[1] or "", "remedy": "SELECT pgtrickle.resume_stream_table(name) when the cause is gone"}
+        events = [*events, ("auto_suspended", reason)]
+    for event, details in events:
+        conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))

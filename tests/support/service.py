@@ -1,0 +1,41 @@
+"""A service inside the test process, so that it shares the test's Spark session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psycopg
+
+from pgtrickle.service.config import ServerConfig, ServiceConfig
+from pgtrickle.service.service import Service
+
+TIMEOUT = 120.0
+
+
+@contextmanager
+def running_service(dsn: str, *databases: str, lease_seconds: float = 30.0) -> Iterator[Service]:
+    """A service for these databases of a server, from when all their schedulers run; it drains at the end."""
+    server = ServerConfig("test", dsn, databases)
+    service = Service(ServiceConfig((server,), lease_seconds=lease_seconds, list_seconds=0.2, replica_seconds=0.5))
+    service.start()
+    try:
+        until(lambda: all(database in service.launchers[0].databases for database in databases))
+        yield service
+    finally:
+        assert service.stop()
+
+
+def until(condition: Callable[[], object], what: str = "the condition") -> None:
+    """Wait for a condition; it looks at something that another thread or process brings about."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come about within {TIMEOUT:g} s"
+        time.sleep(0.02)
+
+
+def fresh(conn: psycopg.Connection, *names: str) -> None:
+    """Wait until stream tables include everything that is committed."""
+    for name in names:
+        conn.execute("CALL pgtrickle.wait_until_fresh(%s, '2 minutes')", (name,))

@@ -1,0 +1,48 @@
+"""Which stream tables are refreshed as one."""
+
+from __future__ import annotations
+
+import pytest
+
+from pgtrickle.service.dag import Dag
+
+
+@pytest.mark.parametrize(
+    ("upstream", "tables", "groups"),
+    [
+        pytest.param({2: [1]}, {1: ["a"]}, {}, id="chain"),
+        pytest.param({}, {1: ["a"], 2: ["a"]}, {}, id="fan"),
+        pytest.param({3: [1, 2]}, {1: ["a"], 2: ["a"]}, {frozenset({1, 2, 3})}, id="diamond"),
+        pytest.param({3: [1, 2]}, {1: ["a"], 2: ["b"]}, {}, id="two ways from two tables"),
+        pytest.param({2: [1]}, {1: ["a"], 2: ["a"]}, {frozenset({1, 2})}, id="a table and what reads it"),
+        pytest.param(
+            {2: [1], 3: [1], 4: [2, 3]},
+            {1: ["a"]},
+            {frozenset({1, 2, 3, 4})},
+            id="with the stream table both ways begin at",
+        ),
+        pytest.param(
+            {3: [1, 2], 4: [3]}, {1: ["a"], 2: ["a"]}, {frozenset({1, 2, 3})}, id="who reads the result is no part"
+        ),
+        pytest.param(
+            {3: [1, 2], 5: [2, 4]},
+            {1: ["a"], 2: ["a"], 4: ["a"]},
+            {frozenset({1, 2, 3, 4, 5})},
+            id="diamonds that share a side are one",
+        ),
+    ],
+)
+def test_groups(upstream: dict[int, list[int]], tables: dict[int, list[str]], groups: object) -> None:
+    dag = Dag.of(upstream, tables)
+    assert set(dag.groups.values()) == set(groups)  # type: ignore[call-overload]
+    for id_, members in dag.groups.items():
+        assert id_ in members
+
+
+def test_a_long_chain_and_a_ladder_of_diamonds() -> None:
+    chain = {i: [i - 1] for i in range(1, 3000)}
+    assert Dag.of(chain, {0: ["a"]}).groups == {}
+    ladder: dict[int, list[int]] = {}
+    for i in range(0, 120, 3):
+        ladder |= {i + 1: [i], i + 2: [i], i + 3: [i + 1, i + 2]}
+    assert len(Dag.of(ladder, {0: ["a"]}).groups[0]) == 121
