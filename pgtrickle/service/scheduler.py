@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +29,10 @@ log = logging.getLogger("pgtrickle.scheduler")
 
 BEAT_SECONDS = 5.0
 PRUNE_SECONDS = 60.0
-AUDITED = 50  # stream tables a tick
+AUDITED = 50  # stream tables at a time
+AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
+STOP_SECONDS = 0.5  # after which at the latest a scheduler notices that it is to stop
 
 
 @dataclass
@@ -78,12 +78,12 @@ class Scheduler:
         self.counters = self.tended.counters
         self._busy, self._lock = self.tended.busy, self.tended.lock
         self._stop = threading.Event()
-        self._wake, self._woken = socket.socketpair()
+        self._lost: list[int] = []  # jobs whose worker could not say what became of them
         self._dag = Dag()
         self._known: dict[int, datetime] = {}
         self._told_wrong: dict[str, str] = {}
         self._alerted: set[str] = set()
-        self._beaten = self._pruned = self._watched = 0.0
+        self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
 
@@ -95,9 +95,6 @@ class Scheduler:
     def stop(self) -> None:
         """End after the present tick; what waits for a worker is dropped, what runs goes on."""
         self._stop.set()
-        with self._lock:
-            if self._wake.fileno() >= 0:
-                self._wake.send(b".")
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
@@ -115,9 +112,6 @@ class Scheduler:
         finally:
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
             self.workers.close_idle(0)
-            with self._lock:
-                self._wake.close()
-                self._woken.close()
 
     def _serve(self, conn: psycopg.Connection[Any]) -> None:
         lease = Lease(conn, self.service_id, "service", self.lease_seconds)
@@ -148,10 +142,10 @@ class Scheduler:
 
     def _wait(self, conn: psycopg.Connection[Any], seconds: float) -> None:
         """Until the interval is over, somebody notifies or stops us."""
-        ready, _, _ = select.select([conn.fileno(), self._woken.fileno()], [], [], seconds)
-        if conn.fileno() in ready:
-            for _ in conn.notifies(timeout=0):
-                pass
+        deadline = time.monotonic() + seconds
+        while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            for _ in conn.notifies(timeout=min(left, STOP_SECONDS), stop_after=1):
+                return
 
     # -- a tick --------------------------------------------------------------------------------------------------------
 
@@ -180,8 +174,9 @@ class Scheduler:
     def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
         """Stream tables, a few at a time, whose sources were altered without a change of their rows."""
         ids = sorted(self._known)
-        if not ids:
+        if not ids or time.monotonic() - self._audited < AUDIT_SECONDS:
             return []
+        self._audited = time.monotonic()
         some = list(
             islice(cycle(ids), self._audit_from % len(ids), self._audit_from % len(ids) + min(AUDITED, len(ids)))
         )
@@ -246,6 +241,7 @@ class Scheduler:
                 # The engine has written down what it could. What is due stays due.
                 log.warning("a worker failed", extra={"database": self.database, "error": str(error)}, exc_info=True)
                 self.counters.failures += len(unit.ids)
+                self._lost.append(job)
             finally:
                 self._forget([unit])
 
@@ -282,6 +278,13 @@ class Scheduler:
 
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         now = time.monotonic()
+        if self._lost:
+            lost, self._lost = self._lost, []
+            conn.execute(
+                "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
+                " error = 'the connection of its worker was lost' WHERE job_id = ANY (%s) AND finished_at IS NULL",
+                (lost,),
+            )
         if now - self._watched >= ALERT_SECONDS:
             self._watched = now
             self.workers.close_idle()

@@ -11,6 +11,7 @@ import pgtrickle
 from pgtrickle.errors import PgtrickleError
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
+from tests.support.service import fresh, running_service
 
 pytestmark = pytest.mark.pgversions
 
@@ -160,3 +161,26 @@ def test_an_owners_code_cannot_reach_another_owners_table(roles: Roles, way: str
     with psycopg.connect(roles.database.dsn_as(bob), autocommit=True) as conn:
         assert conn.execute(f"SELECT * FROM {bob}.loot".encode()).fetchall() == []
         assert conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone() == (21,)
+
+
+def test_a_service_with_a_login_of_its_own(roles: Roles) -> None:
+    """It owns nothing, neither tables nor catalog; a diamond needs the same rights as everything else."""
+    alice = roles.alice
+    half = f"SELECT kind, sum(amount) AS total FROM {alice}.orders WHERE id % 2 = {{}} GROUP BY kind"
+    even, odd = create(roles, alice, "even", half.format(0)), create(roles, alice, "odd", half.format(1))
+    query = f"SELECT kind, e.total + o.total AS total FROM {even} AS e JOIN {odd} AS o USING (kind)"
+    merged = create(roles, alice, "merged", query)
+    service = roles.database.dsn_as(roles.service)
+    with (
+        running_service(service, roles.database.name),
+        psycopg.connect(roles.database.dsn_as(alice), autocommit=True) as conn,
+    ):
+        fresh(conn, merged)
+        roles.sql(alice, f"UPDATE {alice}.orders SET amount = amount + 1", f"DELETE FROM {alice}.orders WHERE id = 4")
+        fresh(conn, merged)
+        assert_equal_to_query(conn, merged, query)
+        total = f"SELECT kind, sum(amount) AS total FROM {alice}.orders GROUP BY kind"
+        assert_equal_to_query(conn, merged, total)
+        kinds = conn.execute("SELECT DISTINCT kind FROM pgtrickle.parallel_job_status(300) WHERE status = 'SUCCEEDED'")
+        assert ("GROUP",) in kinds.fetchall()
+        assert conn.execute("SELECT scheduler_status FROM pgtrickle.health_summary()").fetchone() == ("ACTIVE",)

@@ -21,6 +21,7 @@ BEGIN
         EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA pgtrickle TO %I', service);
         EXECUTE format('REVOKE INSERT, UPDATE, DELETE ON pgtrickle.pgt_schema_version FROM %I', service);
         EXECUTE format('GRANT SELECT, DELETE ON ALL TABLES IN SCHEMA pgtrickle_changes TO %I', service);
+        EXECUTE format('GRANT EXECUTE ON FUNCTION pgtrickle._settle_schedules() TO %I', service);
     END IF;
     INSERT INTO pgtrickle.pgt_settings AS p (name, value) VALUES ('service_role', service)
     ON CONFLICT (name) DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by

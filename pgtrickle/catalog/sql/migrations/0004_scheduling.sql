@@ -32,6 +32,7 @@ COMMENT ON COLUMN pgtrickle.pgt_stream_tables.polled IS 'Its result may change w
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.tier IS 'Set by hand; NULL: by how lately its sources changed.';
 -- Not on next_due: every refresh writes it, and an index on it would have to be written too.
 CREATE INDEX pgt_stream_tables_unprompted ON pgtrickle.pgt_stream_tables (pgt_id) WHERE polled OR reinit_reason IS NOT NULL;
+CREATE INDEX pgt_stream_tables_cron ON pgtrickle.pgt_stream_tables (pgt_id) WHERE every IS NULL;
 ALTER TABLE pgtrickle.pgt_stream_tables SET (fillfactor = 70);
 CREATE INDEX ON pgtrickle.pgt_dependencies (source_stable_name);
 
