@@ -62,7 +62,8 @@ AS $$
                                              ON p.name = 'service_role' AND p.value = r.rolname))
           AND lower(split_part(entry, '=', 1)) = 'pg_trickle.' || known.name
         UNION ALL
-        SELECT 5, 'server', current_setting('pg_trickle.' || known.name, true)
+        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it.
+        SELECT 5, 'server', nullif(current_setting('pg_trickle.' || known.name, true), '')
         UNION ALL
         SELECT 6, 'pgtrickle.set', p.value FROM pgtrickle.pgt_settings AS p WHERE p.name = known.name
         UNION ALL
