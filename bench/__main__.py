@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import fusion, refresh, write_cost
+from bench import fusion, many, refresh, steady, tick, write_cost
 from bench.dataset import QUERIES
 from bench.server import bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -88,6 +88,50 @@ def fusion_command(rows: int, changes: int, repeat: int) -> None:
         for family in fusion.run(bench, rows, changes, repeat, say):
             fusion.show(console, family)
             print_verdicts(console, fusion.verdicts(family))
+    stop_spark()
+
+
+@main.command("tick")
+@click.option("--count", "counts", type=int, multiple=True, default=tick.COUNTS, show_default=True)
+@click.option("--ticks", default=tick.TICKS, show_default=True)
+def tick_command(counts: tuple[int, ...], ticks: int) -> None:
+    """What an idle tick of the scheduler costs."""
+    console = _console()
+    with _progress(console) as say, bench_server() as bench:
+        measured = tick.run(bench, tuple(sorted(counts)), ticks, say)
+    tick.show(console, measured)
+    print_verdicts(console, tick.verdicts(measured))
+
+
+@main.command("many")
+@click.option("--count", default=500, show_default=True, help="Stream tables.")
+@click.option("--sources", default=50, show_default=True)
+@click.option("--repeat", default=3, show_default=True)
+def many_command(count: int, sources: int, repeat: int) -> None:
+    """Many stream tables at once: fused, one after the other, by four workers; a chain and a fan."""
+    console = _console()
+    with _progress(console) as say, bench_server() as bench:
+        measured = many.run(bench, count, sources, repeat, say)
+    many.show(console, measured)
+    print_verdicts(console, many.verdicts(measured))
+    stop_spark()
+
+
+@main.command("steady")
+@click.option("--rate", default=5_000, show_default=True, help="Changes a second.")
+@click.option("--seconds", default=60.0, show_default=True)
+@click.option(
+    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench-results"), show_default=True
+)
+def steady_command(rate: int, seconds: float, out: Path) -> None:
+    """Staleness under a steady stream of changes, with the service at work."""
+    console = _console()
+    with _progress(console) as say, bench_server() as bench:
+        measured = steady.run(bench, rate, seconds, say)
+    steady.show(console, measured)
+    print_verdicts(console, steady.verdicts(measured))
+    out.mkdir(parents=True, exist_ok=True)
+    steady.plot(measured, out / "staleness.png")
     stop_spark()
 
 

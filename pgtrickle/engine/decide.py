@@ -46,6 +46,7 @@ class Decision:
     mode: Literal["DIFFERENTIAL", "FULL"]
     mode_reason: str | None
     retrack: tuple[int, ...] = ()  # sources whose capture no longer fits them
+    by_cost: bool = False  # in full because that is cheaper this time
     polled: bool = False  # the result may change although no captured change tells so
 
 
@@ -126,7 +127,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             for source in sources
             if source.captured and (source.signature != source.known_signature or "SCHEMA" in source.markers)
         )
-        return Decision("REINITIALIZE", again, mode, reason, stale, polled)
+        return Decision("REINITIALIZE", again, mode, reason, stale, polled=polled)
     moved = any(source.changed for source in sources)
     if mode == "FULL":
         if sources and not moved and not polled:

@@ -33,6 +33,10 @@ TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "bas
 # Bytes of tables' files from which rows pass by the driver: executors read and write them.
 LARGE = 64 << 20
 
+# Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
+WORTH_COUNTING = 1 << 20
+DEARER = 1.5
+
 
 @dataclass
 class Reading:
@@ -139,28 +143,47 @@ class Reading:
         _check_key(work)
         work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
         self._check_fuse(work)
+        self._compare_costs(work)
         self._announce(work, cut, media)
 
     def _check_fuse(self, work: Work) -> None:
         """More changes than the fuse lets pass are an operator's to decide on."""
-        ceiling, known = work.row.fuse_ceiling, Frontier.from_json(work.row.frontier)
+        ceiling = work.row.fuse_ceiling
         assert work.decision is not None
-        if not ceiling or known is None or work.decision.action not in {"DIFFERENTIAL", "FULL"}:
-            return
-        pending = 0
-        for source in work.sources:
-            if source.changed and source.buffer is not None:
-                buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
-                window = since(known.snapshot, "__pgt_xid")
-                counted = sql.SQL("SELECT count(*) FROM (SELECT FROM {} WHERE {} LIMIT {}) AS c")
-                row = self.conn.execute(counted.format(buffer, window, sql.Literal(ceiling + 1))).fetchone()
-                assert row is not None
-                pending += row[0]
-        if pending > ceiling:
+        if ceiling and work.decision.action in {"DIFFERENTIAL", "FULL"} and self._pending(work) > ceiling:
             raise FuseBlownError(
                 f"the fuse of {work.row.label} has blown: more than {ceiling} changes came at once",
                 f"Look at them, then SELECT pgtrickle.reset_fuse('{work.row.label}', 'apply') or 'reinitialize'.",
             )
+
+    def _compare_costs(self, work: Work) -> None:
+        """AUTO takes the whole query where the changes are so many that they would cost more."""
+        row, decision = work.row, work.decision
+        assert decision is not None
+        if decision.action != "DIFFERENTIAL" or row.refresh_mode != "AUTO":
+            return
+        if sum(source.buffered for source in work.sources if source.changed) < WORTH_COUNTING:
+            return
+        work.changes = self._pending(work)
+        if row.full_seconds and row.row_seconds and work.changes * row.row_seconds > DEARER * row.full_seconds:
+            reason = (
+                f"{work.changes} changes would take about {work.changes * row.row_seconds:.1f} s,"
+                f" and the last refresh in full took {row.full_seconds:.1f} s"
+            )
+            work.decision = replace(decision, action="FULL", reason=reason, by_cost=True)
+
+    def _pending(self, work: Work) -> int:
+        """The number of changes that wait in the buffers of a stream table's sources."""
+        known = Frontier.from_json(work.row.frontier)
+        assert known is not None
+        pending = 0
+        for source in work.sources:
+            if source.changed and source.buffer is not None:
+                buffer, window = sql.Identifier(CHANGES_SCHEMA, source.buffer), since(known.snapshot, "__pgt_xid")
+                row = self.conn.execute(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(buffer, window)).fetchone()
+                assert row is not None
+                pending += row[0]
+        return pending
 
     def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         row = work.row

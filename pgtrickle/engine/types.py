@@ -32,6 +32,8 @@ class StreamTableRow:
     reinit_reason: str | None
     fencing_token: int
     consecutive_errors: int
+    full_seconds: float | None  # what the last refresh in full cost
+    row_seconds: float | None  # what a changed row costs
     fuse_ceiling: int  # more changes than that at once are not applied; 0 for no limit
     placement: str
     session_settings: dict[str, str]

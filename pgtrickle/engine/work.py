@@ -42,6 +42,7 @@ class Work:
     large: LargeWork | None = None
     into_empty: bool = False  # nothing is stored yet
     rows_in: int = 0
+    changes: int = 0  # that waited in the buffers; counted only where there are many
     merge_mb: str = ""
     error: Exception | None = None
     applied: bool = False

@@ -561,6 +561,37 @@ def test_a_new_query_mends_what_a_dropped_column_broke(noticed: bool, db: pgtric
     assert [found for found in find_problems(conn, 3600) if found.check == "stream-table"] == []
 
 
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_the_whole_query_where_the_changes_would_cost_more(db: pgtrickle.Database, conn: Connection) -> None:
+    db.create_stream_table("totals", TOTALS)
+    conn.execute("UPDATE item SET val = val + 1")
+    many = "INSERT INTO item SELECT {0} + i, i % 5, 1, NULL FROM generate_series(1, 40000) AS i"
+    conn.execute(many.format(10_000).encode())
+    assert db.refresh("totals")[0].action == "DIFFERENTIAL"
+    measured = "SELECT full_seconds > 0, row_seconds > 0 FROM pgtrickle.pgt_stream_tables"
+    assert conn.execute(measured).fetchone() == (True, True)
+    conn.execute("UPDATE pgtrickle.pgt_stream_tables SET full_seconds = 0.2, row_seconds = 0.001")
+    conn.execute(many.format(100_000).encode())
+    (result,) = db.refresh("totals")
+    assert result.action == "FULL"
+    assert result.reason is not None
+    assert result.reason == "40000 changes would take about 40.0 s, and the last refresh in full took 0.2 s"
+    assert_equal_to_query(conn, "totals", TOTALS)
+    # It is asked anew each time: few changes are cheaper, and the estimate does not stay as it was.
+    assert conn.execute("SELECT row_seconds < 0.001 FROM pgtrickle.pgt_stream_tables").fetchone() == (True,)
+    conn.execute("UPDATE item SET val = val + 1 WHERE id < 10")
+    assert db.refresh("totals")[0].action == "DIFFERENTIAL"
+    assert_equal_to_query(conn, "totals", TOTALS)
+    # Who wants it differential gets that.
+    db.alter_stream_table("totals", refresh_mode="DIFFERENTIAL")
+    conn.execute("UPDATE pgtrickle.pgt_stream_tables SET full_seconds = 0.2, row_seconds = 0.001")
+    conn.execute(many.format(200_000).encode())
+    assert db.refresh("totals")[0].action == "DIFFERENTIAL"
+    assert_equal_to_query(conn, "totals", TOTALS)
+
+
 # -- the stream table altered by hand ----------------------------------------------------------------------------------
 
 

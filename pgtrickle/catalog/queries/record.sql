@@ -6,7 +6,11 @@ WITH moved AS (
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
         claimed_by = NULL, consecutive_errors = 0, last_error = NULL, polled = %(polled)s, fuse_passes = false,
         last_seconds = %(seconds)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
-        full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(seconds)s ELSE full_seconds END,
+        full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
+        -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
+        row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0
+                           THEN coalesce(0.7 * row_seconds + 0.3 * %(cost)s / %(changes)s, %(cost)s / %(changes)s)
+                           WHEN %(by_cost)s THEN 0.9 * row_seconds ELSE row_seconds END,
         -- A refresh that takes longer than its schedule would leave no time for anything else.
         stretch = CASE WHEN every IS NULL OR NOT %(backoff)s THEN 1
                        WHEN %(seconds)s > 0.95 * extract(epoch FROM every) THEN least(8, stretch * 2)

@@ -16,6 +16,8 @@ SELECT s.pgt_id,
        s.reinit_reason,
        s.fencing_token,
        s.consecutive_errors,
+       s.full_seconds,
+       s.row_seconds,
        CASE WHEN s.fuse_passes THEN 0
             ELSE coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint) END AS fuse_ceiling,
        coalesce(s.placement, pgtrickle._setting('placement')) AS placement,

@@ -1,0 +1,152 @@
+"""Staleness under a steady stream of changes, with the service at work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+from rich.console import Console
+
+from bench.dataset import same_rows
+from bench.measure import warm_up
+from bench.server import Bench
+from bench.tables import table
+from bench.targets import Verdict
+from pgtrickle.service.config import ServerConfig, ServiceConfig
+from pgtrickle.service.service import Service
+
+STREAM_TABLES = 10
+BATCHES = 20  # transactions a second
+INTERVALS = 3  # of the scheduler: the bound for the 99th percentile
+SAMPLE_SECONDS = 0.05
+
+_SHAPES = (
+    "SELECT grp, count(*) AS n, max(at) AS at FROM event GROUP BY grp",
+    "SELECT grp % 10 AS tens, sum(val) AS total, count(*) AS n, max(at) AS at FROM event GROUP BY 1",
+    "SELECT id, val, at FROM event WHERE val > 900 OR id % 50 = 0",
+)
+
+
+@dataclass
+class Steady:
+    """Samples of (seconds since the beginning, staleness in seconds)."""
+
+    interval: float
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    written: int = 0
+    seconds: float = 0.0
+
+    def quantile(self, share: float, part: slice = slice(None)) -> float:
+        values = sorted(staleness for _, staleness in self.samples[part])
+        return values[min(len(values) - 1, int(share * len(values)))]
+
+    @property
+    def growth(self) -> float:
+        """Median of the last quarter over that of the second."""
+        quarter = len(self.samples) // 4
+        return self.quantile(0.5, slice(3 * quarter, None)) / self.quantile(0.5, slice(quarter, 2 * quarter))
+
+
+def run(bench: Bench, rate: int, length: float, say: Callable[[str], None]) -> Steady:
+    """Write at a rate for some time; sample how old the newest change is that a stream table shows."""
+    warm_up()
+    conn = bench.conn
+    conn.execute("CREATE TABLE event (id bigserial PRIMARY KEY, grp int, val int, at timestamptz)")
+    conn.execute("CREATE INDEX ON event (grp)")
+    queries = {f"st_{i}": _SHAPES[i % len(_SHAPES)] for i in range(STREAM_TABLES)}
+    for name, query in queries.items():
+        bench.db.create_stream_table(name, query, schedule="1s", initialize=False)
+    service = Service(ServiceConfig((ServerConfig("bench", conn.info.dsn, (conn.info.dbname,)),), http=None))
+    service.start()
+    try:
+        say("filling the stream tables, and getting warm")
+        measured = Steady(1.0)
+        _write_and_sample(bench, rate, 15.0, Steady(1.0), say)
+        _write_and_sample(bench, rate, length, measured, say)
+        for name in queries:
+            bench.db.wait_until_fresh(name)
+    finally:
+        service.stop()
+    for name, query in queries.items():
+        if not same_rows(conn, name, query):
+            raise RuntimeError(f"{name} does not hold what its query gives")
+    return measured
+
+
+def _write_and_sample(bench: Bench, rate: int, length: float, into: Steady, say: Callable[[str], None]) -> None:
+    over = threading.Event()
+    writer = threading.Thread(target=_write, args=(bench.conn.info.dsn, rate, over, into))
+    writer.start()
+    started = time.monotonic()
+    with psycopg.connect(bench.conn.info.dsn, autocommit=True) as reader:
+        while (now := time.monotonic() - started) < length:
+            row = reader.execute("SELECT extract(epoch FROM clock_timestamp() - max(at))::float8 FROM st_0").fetchone()
+            if row is not None and row[0] is not None:
+                into.samples.append((now, row[0]))
+            say(f"{now:.0f} of {length:.0f} s, staleness {into.samples[-1][1] if into.samples else 0:.2f} s")
+            time.sleep(SAMPLE_SECONDS)
+    into.seconds = time.monotonic() - started
+    over.set()
+    writer.join()
+
+
+def _write(dsn: str, rate: int, over: threading.Event, into: Steady) -> None:
+    each = rate // BATCHES
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        following = time.monotonic()
+        while not over.is_set():
+            _batch(conn, each)
+            into.written += each
+            following += 1 / BATCHES
+            over.wait(max(0.0, following - time.monotonic()))
+
+
+def _batch(conn: psycopg.Connection[Any], each: int) -> None:
+    """Mostly new rows, some that change and some that go."""
+    new, changed = each * 8 // 10, each // 10
+    with conn.transaction():
+        conn.execute(
+            "INSERT INTO event (grp, val, at) SELECT i %% 100, (random() * 1000)::int, clock_timestamp()"
+            " FROM generate_series(1, %s) AS i",
+            (new,),
+        )
+        conn.execute(
+            "UPDATE event SET val = val + 1, at = clock_timestamp() WHERE id > (SELECT max(id) FROM event) - %s",
+            (changed,),
+        )
+        conn.execute("DELETE FROM event WHERE id <= (SELECT min(id) FROM event) + %s - 1", (each - new - changed,))
+
+
+def show(console: Console, measured: Steady) -> None:
+    lines = [[f"p{int(share * 100)}", f"{measured.quantile(share):.2f}"] for share in (0.5, 0.95, 0.99)]
+    lines.append(["growth of the median", f"{measured.growth:.2f}"])
+    title = (
+        f"Staleness, s, at {measured.written / measured.seconds:,.0f} changes a second, {STREAM_TABLES} stream tables"
+    )
+    table(console, title, ["", ""], lines)
+
+
+def verdicts(measured: Steady) -> list[Verdict]:
+    bound = INTERVALS * measured.interval
+    return [
+        Verdict("staleness, 99th percentile, s", bound, "at most", measured.quantile(0.99)),
+        Verdict("staleness: median of the last quarter × second", 1.3, "at most", measured.growth),
+    ]
+
+
+def plot(measured: Steady, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
+    axes.plot([at for at, _ in measured.samples], [value for _, value in measured.samples], linewidth=0.8)
+    axes.axhline(INTERVALS * measured.interval, color="#b00020", linestyle="--", linewidth=1)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("staleness, s")
+    axes.set_ylim(bottom=0)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
