@@ -19,23 +19,17 @@ class Claims:
     conn: psycopg.Connection[Any]
     lease: Lease | KeptElsewhere
 
-    def take(self, ids: Sequence[int], *, all_or_none: bool) -> dict[int, int]:
+    def take(self, ids: Sequence[int]) -> dict[int, int]:
         """Claim what nobody else holds; gives the tokens."""
         self.lease.ensure()
         parameters = {"service": self.lease.service_id, "ids": list(ids)}
         with self.conn.transaction():
-            tokens: dict[int, int] = dict(self.conn.execute(load_query("claim"), parameters).fetchall())
-        if all_or_none and len(tokens) < len(ids):
-            self.release(self.conn, list(tokens))
-            return {}
-        return tokens
+            return dict(self.conn.execute(load_query("claim"), parameters).fetchall())
 
-    def release(self, conn: psycopg.Connection[Any], ids: Sequence[int], pause: float = 0.0) -> None:
-        """Give claims back; with a pause, for whom there is nothing to do until then."""
+    def release(self, conn: psycopg.Connection[Any], ids: Sequence[int]) -> None:
+        """Give claims back."""
         if ids:
             conn.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL,"
-                " next_due = greatest(next_due, clock_timestamp() + make_interval(secs => %s))"
-                " WHERE claimed_by = %s AND pgt_id = ANY (%s)",
-                (pause, self.lease.service_id, list(ids)),
+                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL WHERE claimed_by = %s AND pgt_id = ANY (%s)",
+                (self.lease.service_id, list(ids)),
             )

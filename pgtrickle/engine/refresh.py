@@ -156,63 +156,72 @@ class Engine:
         return outcome
 
     def _refresh_together(self, levels: Sequence[Sequence[int]], initiated_by: str) -> Outcome | None:
-        """Refresh levels that read each other in one transaction, all at the same snapshot.
+        """Refresh levels that read each other in one transaction, all at the same snapshot; one fails, all do.
 
         A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
-        large refresh (other connections read for it), one that must be told about first, or one that fails. Then each
-        level commits for itself.
+        large refresh (other connections read for it), or sources that were altered. Then each level commits for itself.
         """
         ids = [id_ for level in levels for id_ in level]
         works, taken = self._claim(ids, all_or_none=True)
         if taken:
             return Outcome(taken=taken)
-        self._check_parts(works)
-        results: list[RefreshResult] = []
+        outcome: Outcome | None = None
         try:
+            self._check_parts(works)
             if all(work.error is None for work in works):
-                self.reading.compile_unknown(works)
-                begin = time.monotonic()
-                with take_cut(self.conn, [f"q_{id_}" for id_ in ids], writes=True) as cut:
-                    self.on_step("cut")
-                    for level in levels:
-                        mine = [work for work in works if work.row.pgt_id in level]
-                        results += self._apply_level(mine, cut, begin, initiated_by)
-                        begin = time.monotonic()
-                    self._check_passed(works, ids)
+                outcome = Outcome(self._apply_levels(levels, works, initiated_by))
+                self.on_step("committed")
+                self._purge(works)
+                return outcome
         except NotTogetherError:
-            results = []
-        except (psycopg.Error, PgtrickleError):
-            if self.conn.broken or self.conn.closed:
-                raise
-            results = []
-        finally:
-            if not self.conn.broken and not self.conn.closed and len(results) < len(works):
-                with _idle(self.conn) as conn:
-                    self.claims.release(conn, ids)
-        if len(results) < len(works):
             return None
-        self.on_step("committed")
-        self._purge(works)
-        return Outcome(results)
+        except Diverged as error:
+            self._mark_reinit(next(work.row.pgt_id for work in works if work.error is error), str(error))
+            return None
+        except (psycopg.Error, PgtrickleError) as error:
+            if self.conn.broken or self.conn.closed or all(work.error is None for work in works):
+                raise RefreshError(f"a group could not be refreshed: {error}", None) from error
+        finally:
+            if outcome is None and not self.conn.broken and not self.conn.closed:
+                failed = [work for work in works if work.error is not None and not isinstance(work.error, Diverged)]
+                self._give_up(failed, None, initiated_by, ids)
+        return Outcome(failures={work.row.pgt_id: work.error for work in works if work.error is not None})
+
+    def _apply_levels(
+        self, levels: Sequence[Sequence[int]], works: Sequence[Work], initiated_by: str
+    ) -> list[RefreshResult]:
+        """All levels of a group: cut, fetch, Spark and apply in one transaction."""
+        results: list[RefreshResult] = []
+        self.reading.compile_unknown(works)
+        begin = time.monotonic()
+        ids = [work.row.pgt_id for work in works]
+        with take_cut(self.conn, [f"q_{id_}" for id_ in ids], writes=True) as cut:
+            self.on_step("cut")
+            for level in levels:
+                results += self._apply_level([w for w in works if w.row.pgt_id in level], cut, begin, initiated_by)
+                begin = time.monotonic()
+            self._check_passed(works, ids)
+        return results
 
     def _apply_level(self, works: Sequence[Work], cut: Cut, begin: float, initiated_by: str) -> list[RefreshResult]:
         """One level of a group, inside its transaction."""
         outdated = self.reading.read_at(cut, works, begin)
-        for work in works:
-            if work.error is not None:
-                raise work.error
-            if work.large is not None or (work.decision is not None and work.decision.retrack):
-                raise NotTogetherError(work.row.label)
-        if outdated:
+        _raise_first(works)
+        if outdated or any(work.large is not None or (work.decision and work.decision.retrack) for work in works):
             raise NotTogetherError(works[0].row.label)
         self._compute(works)
+        _raise_first(works)
         row = self.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
         assert row is not None
         results = []
         for work in works:
             assert work.frontier is not None
             work.frontier = replace(work.frontier, snapshot=replace(work.frontier.snapshot, passed=row[0]))
-            results.append(self._apply(work, initiated_by))
+            try:
+                results.append(self._apply(work, initiated_by))
+            except (psycopg.Error, PgtrickleError) as error:
+                work.error = error
+                raise
         return results
 
     def _check_passed(self, works: Sequence[Work], ids: Sequence[int]) -> None:
@@ -297,10 +306,13 @@ class Engine:
 
     def _claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
         """Works for those that could be claimed, and the names of the others."""
-        tokens = self.claims.take(ids, all_or_none=all_or_none)
+        tokens = self.claims.take(ids)
         rows = self.rows(ids)
-        works = [Work(row, tokens[row.pgt_id]) for row in rows if row.pgt_id in tokens]
-        return works, [row.label for row in rows if row.pgt_id not in tokens]
+        taken = [row.label for row in rows if row.pgt_id not in tokens]
+        if taken and all_or_none:
+            self.claims.release(self.conn, list(tokens))
+            return [], taken
+        return [Work(row, tokens[row.pgt_id]) for row in rows if row.pgt_id in tokens], taken
 
     # -- Spark and apply -----------------------------------------------------------------------------------------------
 
@@ -371,6 +383,12 @@ class Engine:
         names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
         for name in names:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
+
+
+def _raise_first(works: Sequence[Work]) -> None:
+    for work in works:
+        if work.error is not None:
+            raise work.error
 
 
 @contextmanager

@@ -32,9 +32,19 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
+class _Stderr(logging.Handler):
+    """Writes to what standard error is at the moment: while a JVM is kept quiet it is another stream (see `quiet_jvm`)."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
 def log_to_stderr(format_: str) -> None:
     """Let the service's loggers write to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Stderr()
     handler.setFormatter(_Json() if format_ == "json" else _Text())
     logger = logging.getLogger("pgtrickle")
     logger.handlers[:] = [handler]

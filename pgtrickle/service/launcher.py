@@ -133,6 +133,7 @@ class Launcher:
     def _ended(self, name: str, watched: Watched, scheduler: Scheduler) -> None:
         watched.scheduler = None
         if scheduler.failure is None or isinstance(scheduler.failure, ReconnectError):
+            watched.not_before = 0.0  # it did not crash: the next one may begin at once
             return
         assert watched.tended is not None
         watched.tended.counters.crashes += 1

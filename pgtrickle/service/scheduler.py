@@ -58,6 +58,7 @@ class Tended:
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
     settings: Settings | None = None
+    lost: list[int] = field(default_factory=list)  # jobs whose worker could not say what became of them
 
 
 @dataclass
@@ -78,7 +79,6 @@ class Scheduler:
         self.counters = self.tended.counters
         self._busy, self._lock = self.tended.busy, self.tended.lock
         self._stop = threading.Event()
-        self._lost: list[int] = []  # jobs whose worker could not say what became of them
         self._dag = Dag()
         self._known: dict[int, datetime] = {}
         self._told_wrong: dict[str, str] = {}
@@ -116,6 +116,12 @@ class Scheduler:
     def _serve(self, conn: psycopg.Connection[Any]) -> None:
         lease = Lease(conn, self.service_id, "service", self.lease_seconds)
         lease.ensure()
+        # What the scheduler before this one had waiting was dropped with it.
+        conn.execute(
+            "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
+            " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
+            (self.service_id,),
+        )
         attached = read_settings(conn).attached
         conn.execute("SELECT pgtrickle._settle_schedules()")
         listening = False
@@ -241,7 +247,7 @@ class Scheduler:
                 # The engine has written down what it could. What is due stays due.
                 log.warning("a worker failed", extra={"database": self.database, "error": str(error)}, exc_info=True)
                 self.counters.failures += len(unit.ids)
-                self._lost.append(job)
+                self.tended.lost.append(job)
             finally:
                 self._forget([unit])
 
@@ -278,8 +284,8 @@ class Scheduler:
 
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         now = time.monotonic()
-        if self._lost:
-            lost, self._lost = self._lost, []
+        if self.tended.lost:
+            lost, self.tended.lost = self.tended.lost, []
             conn.execute(
                 "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
                 " error = 'the connection of its worker was lost' WHERE job_id = ANY (%s) AND finished_at IS NULL",

@@ -96,11 +96,12 @@ class Workers:
 
 
 def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> list[int]:
-    """Those of the unit that were not suspended, frozen or dropped while it waited."""
+    """Those of the unit that were not suspended, frozen or dropped while it waited; who asks gets these too."""
     rows = conn.execute(
-        "SELECT pgt_id FROM pgtrickle.pgt_stream_tables WHERE pgt_id = ANY (%s) AND status IN ('ACTIVE', 'INITIALIZING')"
-        " AND (tier IS DISTINCT FROM 'frozen' OR %s)",
-        (list(unit.ids), unit.asked),
+        "SELECT pgt_id FROM pgtrickle.pgt_stream_tables s WHERE pgt_id = ANY (%s)"
+        " AND (status IN ('ACTIVE', 'INITIALIZING') AND tier IS DISTINCT FROM 'frozen'"
+        " OR EXISTS (SELECT FROM pgtrickle.pgt_requests r WHERE r.pgt_id = s.pgt_id AND r.status = 'PENDING'))",
+        (list(unit.ids),),
     ).fetchall()
     return [row[0] for row in rows]
 

@@ -13,16 +13,16 @@ WITH RECURSIVE active AS MATERIALIZED (
         SELECT pgt_id, false, true FROM pgtrickle.pgt_stream_tables WHERE polled OR reinit_reason IS NOT NULL
     ) AS each GROUP BY 1
 ), free AS NOT MATERIALIZED (
-    SELECT s.* FROM pgtrickle.pgt_stream_tables s
-    WHERE s.status IN ('ACTIVE', 'INITIALIZING')
-      AND (s.claimed_by IS NULL OR s.claimed_by = %(service)s
+    SELECT s.*, s.status IN ('ACTIVE', 'INITIALIZING') AND s.tier IS DISTINCT FROM 'frozen' AND s.next_due <= clock_timestamp() AS may
+    FROM pgtrickle.pgt_stream_tables s
+    WHERE (s.claimed_by IS NULL OR s.claimed_by = %(service)s
            OR NOT EXISTS (SELECT FROM pgtrickle.pgt_services h
                           WHERE h.service_id = s.claimed_by AND h.lease_expires > clock_timestamp()))
 ), due AS (
     SELECT s.pgt_id, s.pgt_relid, c.asked
     FROM candidate c JOIN free s USING (pgt_id)
     WHERE c.asked
-       OR s.next_due <= clock_timestamp() AND s.tier IS DISTINCT FROM 'frozen' AND (c.unprompted OR EXISTS (
+       OR s.may AND (c.unprompted OR EXISTS (
               SELECT FROM pgtrickle.pgt_dependencies d JOIN newest n USING (source_stable_name)
               WHERE d.pgt_id = s.pgt_id
                 AND (n.xid >= pg_snapshot_xmax((s.frontier ->> 'snapshot')::pg_snapshot)::text::bigint
@@ -38,7 +38,7 @@ WITH RECURSIVE active AS MATERIALIZED (
     FROM reached r
     JOIN pgtrickle.pgt_dependencies d ON d.source_relid = r.pgt_relid
     JOIN free s ON s.pgt_id = d.pgt_id
-    WHERE s.next_due <= clock_timestamp() AND s.tier IS DISTINCT FROM 'frozen'
+    WHERE s.may
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.last_seconds, 0) AS seconds,
        s.reinit_reason IS NOT NULL AS starts_over,

@@ -1,0 +1,153 @@
+"""Stream tables that are refreshed in one transaction: what they read of each other, and what keeps them apart."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgtrickle
+from pgtrickle.engine.types import Outcome
+from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
+
+Connection = psycopg.Connection[Any]
+pytestmark = pytest.mark.pgversions
+
+GROUP = {
+    "sums": "SELECT grp, sum(val) AS total, count(*) AS n FROM item GROUP BY grp",
+    "tops": "SELECT grp, max(val) AS top FROM item GROUP BY grp",
+    "both": "SELECT s.grp, s.total, t.top FROM sums AS s JOIN tops AS t USING (grp)",
+    "beside": "SELECT i.id, b.total - i.val AS rest FROM item AS i JOIN both_ AS b USING (grp)",
+    "last": "SELECT count(*) AS n, sum(rest) AS rest FROM beside",
+}
+GROUP = {("both_" if name == "both" else name): query for name, query in GROUP.items()}
+
+
+@pytest.fixture
+def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        conn.execute("CREATE TABLE item (id int PRIMARY KEY, grp int, val int)")
+        conn.execute("INSERT INTO item SELECT i, i % 5, i FROM generate_series(1, 60) AS i")
+        for name, query in GROUP.items():
+            db.create_stream_table(name, query, initialize=False)
+        yield db
+
+
+def attempt(db: pgtrickle.Database) -> Outcome:
+    return db.engine.attempt([table.id for table in db.stream_tables()], "SCHEDULE", atomic=True)
+
+
+def exact(conn: Connection) -> None:
+    for name, query in GROUP.items():
+        assert_equal_to_query(conn, name, query)
+
+
+def transactions(conn: Connection) -> int:
+    """In how many transactions the members were stored last."""
+    row = conn.execute(
+        "SELECT count(DISTINCT coalesce(frontier ->> 'passed', pgt_name)) FROM pgtrickle.pgt_stream_tables"
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def test_all_members_change_in_one_transaction(db: pgtrickle.Database, conn: Connection) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    assert len(attempt(db).results) == len(GROUP)
+    exact(conn)
+    for i in range(6):
+        with conn.transaction():
+            for _ in range(5):
+                conn.execute(
+                    "UPDATE item SET val = %s, grp = %s WHERE id = %s", [chance.randrange(99) for _ in range(3)]
+                )
+            conn.execute("INSERT INTO item VALUES (%s, %s, %s)", (1000 + i, chance.randrange(7), chance.randrange(99)))
+            conn.execute("DELETE FROM item WHERE id = %s", (chance.randrange(60),))
+        outcome = attempt(db)
+        assert not outcome.failures
+        exact(conn)
+        assert transactions(conn) == 1
+    assert all(result.action == "NO_DATA" for result in attempt(db).results), "nothing comes twice"
+    exact(conn)
+    conn.execute("TRUNCATE item")
+    conn.execute("INSERT INTO item VALUES (1, 1, 1), (2, 1, 5)")
+    attempt(db)
+    exact(conn)
+    assert transactions(conn) == 1
+
+
+def test_one_after_the_other_goes_on_where_the_group_ended(db: pgtrickle.Database, conn: Connection) -> None:
+    """A frontier that a group stored is one that an ordinary refresh can start from, and the other way round."""
+    attempt(db)
+    for i in range(3):
+        conn.execute("UPDATE item SET val = val + 10 WHERE id %% 7 = %s", (i,))
+        attempt(db)
+        exact(conn)
+        conn.execute("UPDATE item SET grp = grp + 1 WHERE id %% 5 = %s", (i,))
+        db.refresh_all()
+        exact(conn)
+
+
+def test_a_member_that_fails_keeps_all_as_they_were(db: pgtrickle.Database, conn: Connection) -> None:
+    db.create_stream_table("ratio", "SELECT grp, 100 / (total - 7777) AS r, n FROM sums", initialize=False)
+    attempt(db)
+    exact(conn)
+    before = conn.execute("SELECT * FROM both_ ORDER BY 1").fetchall()
+    conn.execute("UPDATE item SET val = 7777 + val - (SELECT sum(val) FROM item WHERE grp = 1) WHERE id = 1")
+    outcome = attempt(db)
+    assert [str(error) for error in outcome.failures.values()] == ["division by zero"]
+    assert outcome.results == []
+    assert conn.execute("SELECT * FROM both_ ORDER BY 1").fetchall() == before
+    counted = "SELECT pgt_name FROM pgtrickle.pgt_stream_tables WHERE consecutive_errors > 0 OR claimed_by IS NOT NULL"
+    assert conn.execute(counted).fetchall() == [("ratio",)]
+    conn.execute("UPDATE item SET val = val + 1 WHERE id = 1")
+    assert not attempt(db).failures
+    exact(conn)
+
+
+def test_what_a_trigger_writes_into_a_source_comes_again(db: pgtrickle.Database, conn: Connection) -> None:
+    """The transaction of a group counts as seen; a row that a user's trigger wrote in it was not."""
+    conn.execute("CREATE TABLE audit (at int)")
+    conn.execute(
+        "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS"
+        " 'BEGIN INSERT INTO public.audit VALUES (1); RETURN NULL; END'"
+    )
+    conn.execute("CREATE TRIGGER note AFTER INSERT OR UPDATE ON last FOR EACH STATEMENT EXECUTE FUNCTION note()")
+    query = "SELECT s.grp, s.total, a.n FROM sums AS s CROSS JOIN (SELECT count(*) AS n FROM audit) AS a"
+    db.create_stream_table("audited", query, initialize=False)
+    for i in range(3):
+        conn.execute("UPDATE item SET val = val + 1 WHERE id = %s", (i + 1,))
+        attempt(db)
+        attempt(db)
+        exact(conn)
+        assert_equal_to_query(conn, "audited", query)
+
+
+def test_a_partition_attached_meanwhile(database: TestDatabase, db: pgtrickle.Database, conn: Connection) -> None:
+    """Neither the lock nor the snapshot of the transaction tells of it."""
+    conn.execute("CREATE TABLE log (id int, grp int) PARTITION BY LIST (grp)")
+    conn.execute("CREATE TABLE log_1 PARTITION OF log FOR VALUES IN (1)")
+    conn.execute("CREATE TABLE log_2 AS SELECT i AS id, 2 AS grp FROM generate_series(1, 10) AS i")
+    logs = "SELECT s.grp, s.total, l.n FROM sums AS s JOIN (SELECT grp, count(*) AS n FROM log GROUP BY grp) AS l USING (grp)"
+    db.create_stream_table("logs", logs, initialize=False)
+    attempt(db)
+    conn.execute("INSERT INTO log VALUES (1, 1)")
+    conn.execute("UPDATE item SET val = val + 1")
+    attached = []
+
+    def attach(step: str) -> None:
+        if step == "cut" and not attached:
+            attached.append(conn.execute("ALTER TABLE log ATTACH PARTITION log_2 FOR VALUES IN (2)"))
+
+    with pgtrickle.connect(database.dsn, on_step=attach) as other:
+        assert not attempt(other).failures
+    assert attached
+    exact(conn)
+    assert_equal_to_query(conn, "logs", logs)
