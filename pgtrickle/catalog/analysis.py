@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -18,8 +19,9 @@ from pgtrickle.query.types import PgType
 _QUERIES = files("pgtrickle.catalog") / "queries"
 
 
+@cache
 def load_query(name: str) -> sql.SQL:
-    """A query of ours, kept as SQL."""
+    """A query of ours, kept as SQL. Read once: a running service goes on with what it began with."""
     return sql.SQL((_QUERIES / f"{name}.sql").read_text())
 
 

@@ -124,7 +124,9 @@ class Launcher:
             if self._stop.is_set():
                 return
             if watched.scheduler is not None and watched.scheduler.alive and time.monotonic() > watched.not_before:
-                watched.attempts = 0  # it has lasted
+                if watched.problem is not None:
+                    log.info("served again", extra=self._about(name))
+                watched.attempts, watched.problem = 0, None  # it has lasted
             if watched.scheduler is not None and not watched.scheduler.alive:
                 self._ended(name, watched, watched.scheduler)
             if watched.scheduler is None and time.monotonic() >= watched.not_before:

@@ -42,7 +42,6 @@ WITH RECURSIVE active AS MATERIALIZED (
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.last_seconds, 0) AS seconds,
        s.reinit_reason IS NOT NULL AS starts_over,
-       coalesce(s.tier, CASE WHEN s.last_change_at > now() - interval '1 minute' THEN 'hot'
-                             WHEN s.last_change_at > now() - interval '10 minutes' THEN 'warm' ELSE 'cold' END) AS tier
+       pgtrickle._tier(s.tier, s.last_change_at) AS tier
 FROM reached JOIN pgtrickle.pgt_stream_tables s USING (pgt_id) LEFT JOIN due USING (pgt_id)
 ORDER BY s.pgt_id;

@@ -10,6 +10,14 @@ AS $$
         FROM regexp_matches(schedule, '([0-9]+)(ms|s|m|h|d|w)', 'g') AS part) END
 $$;
 
+-- Which stream tables come first: set by hand, or by how lately their sources changed.
+CREATE OR REPLACE FUNCTION pgtrickle._tier(by_hand text, last_change_at timestamptz) RETURNS text
+LANGUAGE sql STABLE PARALLEL SAFE
+AS $$
+    SELECT coalesce(by_hand, CASE WHEN last_change_at > pg_catalog.now() - interval '1 minute' THEN 'hot'
+                                  WHEN last_change_at > pg_catalog.now() - interval '10 minutes' THEN 'warm' ELSE 'cold' END)
+$$;
+
 -- How often each stream table is due. Those that are calculated are as fresh as the ones that read them, and without
 -- such as fresh as the setting says. Called when any schedule or dependency changed.
 CREATE OR REPLACE FUNCTION pgtrickle._settle_schedules() RETURNS void

@@ -93,8 +93,7 @@ $$;
 -- Without a tier set by hand it is the one that the scheduler finds, as in queries/tick.sql.
 CREATE OR REPLACE VIEW pgtrickle.pg_stat_stream_tables AS
 SELECT s.pgt_id, n.pgt_schema, n.pgt_name, s.status, s.refresh_mode,
-       coalesce(s.tier, CASE WHEN s.last_change_at > pg_catalog.now() - interval '1 minute' THEN 'hot'
-                             WHEN s.last_change_at > pg_catalog.now() - interval '10 minutes' THEN 'warm' ELSE 'cold' END) AS tier,
+       pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        s.schedule, s.data_timestamp, f.staleness AS staleness_seconds, r.refreshes, r.failures, r.avg_ms,
        pg_catalog.round(s.last_seconds::numeric * 1000, 3)::double precision AS last_ms, s.consecutive_errors, s.last_error
 FROM pgtrickle.pgt_stream_tables AS s
