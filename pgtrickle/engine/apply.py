@@ -264,27 +264,24 @@ def _record(
 
 
 def record_failure(
-    conn: psycopg.Connection[Any],
-    row: StreamTableRow,
-    token: int,
-    error: BaseException | None,
-    initiated_by: str,
-    policy: Policy,
+    conn: psycopg.Connection[Any], work: Work, cause: BaseException | None, initiated_by: str, policy: Policy
 ) -> None:
     """Give the claim back and tell what happened. Who was interrupted did not fail."""
+    row, error = work.row, work.error or cause
     failed = isinstance(error, Exception)
     counts = failed and not is_transient(error)
     parameters = {
         "id": row.pgt_id,
         "schema": row.pgt_schema,
         "name": row.pgt_name,
-        "token": token,
+        "token": work.token,
         "failed": failed,
         "counts": counts,
         "most": policy.most_errors if policy.most_errors is not None else 2**31 - 1,
         "told": str(error) if failed else "interrupted",
         "sqlstate": error.sqlstate if isinstance(error, psycopg.Error) else None,
         "pause": pause_after(row.consecutive_errors + 1) if failed else 0.0,
+        "seconds": time.monotonic() - work.started,
         "by": initiated_by,
         "blown": isinstance(error, FuseBlownError),
     }

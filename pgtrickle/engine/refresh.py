@@ -288,7 +288,7 @@ class Engine:
             for work in works:
                 if isinstance(work.phases.delta, Staged):
                     work.phases.delta.drop(conn)
-                record_failure(conn, work.row, work.token, work.error or cause, initiated_by, self.policy)
+                record_failure(conn, work, cause, initiated_by, self.policy)
             self.claims.release(conn, ids)  # also of an interruption while they were being claimed
 
     def _check_parts(self, works: Sequence[Work]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import cycle, islice
@@ -83,6 +83,7 @@ class Scheduler:
         self._known: dict[int, datetime] = {}
         self._told_wrong: dict[str, str] = {}
         self._alerted: set[str] = set()
+        self._told_settings: Mapping[str, str] = {}
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
@@ -141,17 +142,18 @@ class Scheduler:
                 self.tick(conn, settings)
                 self.counters.ticks += 1
                 self.counters.tick_seconds += time.monotonic() - begin
-                self._wait(conn, max(0.0, settings.interval - (time.monotonic() - begin)))
+                self._wait(conn, settings, max(0.0, settings.interval - (time.monotonic() - begin)))
         finally:
             if not conn.closed and not conn.broken and not self._busy:
                 lease.end()
 
-    def _wait(self, conn: psycopg.Connection[Any], seconds: float) -> None:
-        """Until the interval is over, somebody notifies or stops us."""
+    def _wait(self, conn: psycopg.Connection[Any], settings: Settings, seconds: float) -> None:
+        """Until the interval is over, somebody notifies or stops us. The lease is kept, however long the interval."""
         deadline = time.monotonic() + seconds
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
             for _ in conn.notifies(timeout=min(left, STOP_SECONDS), stop_after=1):
                 return
+            self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
 
@@ -261,7 +263,8 @@ class Scheduler:
     # -- what else there is to do ----------------------------------------------------------------------------------------
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        if time.monotonic() - self._beaten < min(BEAT_SECONDS, self.lease_seconds / 3):
+        told = settings.values == self._told_settings
+        if told and time.monotonic() - self._beaten < min(BEAT_SECONDS, self.lease_seconds / 3):
             return
         parameters = {
             "service": self.service_id,
@@ -274,7 +277,7 @@ class Scheduler:
         }
         if conn.execute(load_query("beat"), parameters).rowcount == 0:
             Lease(conn, self.service_id, "service", self.lease_seconds).ensure()
-        self._beaten = time.monotonic()
+        self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:
         for name, told in settings.wrong.items():

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -18,10 +12,8 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.install import install
-from pgtrickle.embedded.account import hand_over, server_account
-from pgtrickle.embedded.binaries import find_binaries
-from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import TestDatabase
+from tests.support.standby import await_replay, standby_of
 
 pytestmark = pytest.mark.pgversions
 
@@ -179,12 +171,12 @@ def test_settings_are_those_of_the_service_not_of_the_session(shop: Connection) 
     shop.execute("SET pg_trickle.per_database_worker_quota = 9")
     shop.execute("SET pg_trickle.parallel_refresh_mode = 'on'")
     status = one(shop, "SELECT * FROM pgtrickle.worker_pool_status()")
-    assert (status["per_db_cap"], status["parallel_mode"]) == (3, "off")
-    shop.execute(
-        'UPDATE pgtrickle.pgt_services SET settings = settings || \'{"per_database_worker_quota": "0"}\' WHERE service_id = %s',
-        [running],
-    )
-    assert value(shop, "SELECT per_db_cap FROM pgtrickle.worker_pool_status()") == 5
+    assert (status["per_db_cap"], status["parallel_mode"]) == (1, "off")
+    for more, cap in (({"parallel_refresh_mode": "on"}, 3), ({"per_database_worker_quota": "0"}, 5)):
+        shop.execute(
+            "UPDATE pgtrickle.pgt_services SET settings = settings || %s WHERE service_id = %s", [Jsonb(more), running]
+        )
+        assert value(shop, "SELECT per_db_cap FROM pgtrickle.worker_pool_status()") == cap
 
 
 def test_jobs_are_shown_while_unfinished_and_for_a_time_after(shop: Connection) -> None:
@@ -731,43 +723,6 @@ def test_a_catalog_that_users_built_views_on_can_be_installed_again(shop: Connec
 
 
 # On a standby
-
-
-@contextmanager
-def standby_of(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """A streaming replica of the whole server."""
-    account = server_account()
-    base = Path(tempfile.mkdtemp(prefix="pgtrickle-standby-"))
-    hand_over(base, account)
-    try:
-        subprocess.run(
-            [
-                find_binaries(server.version) / "pg_basebackup",
-                "-D",
-                base / "data",
-                "-d",
-                server.dsn(),
-                "-R",
-                "-c",
-                "fast",
-            ],
-            check=True,
-            user=None if account is None else account.uid,
-            group=None if account is None else account.gid,
-            cwd=base,
-        )
-        with EmbeddedServer(base / "data", version=server.version, settings=server.settings) as standby:
-            yield standby
-    finally:
-        shutil.rmtree(base)
-
-
-def await_replay(primary: Connection, standby: Connection) -> None:
-    position = value(primary, "SELECT pg_current_wal_insert_lsn()::text")
-    deadline = time.monotonic() + 30
-    while not value(standby, "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", [position]):
-        assert time.monotonic() < deadline, "the standby did not catch up"
-        time.sleep(0.02)
 
 
 def test_a_standby_answers_and_counts_its_lag(database: TestDatabase, shop: Connection) -> None:

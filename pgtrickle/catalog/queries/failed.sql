@@ -14,8 +14,10 @@ WITH failed AS (
     WHERE pgt_id = %(id)s AND fencing_token = %(token)s
     RETURNING pgt_id, status, consecutive_errors
 ), told AS (
-    INSERT INTO pgtrickle.pgt_refresh_history (pgt_id, pgt_schema, pgt_name, end_time, status, initiated_by, error, sqlstate)
-    VALUES (%(id)s, %(schema)s, %(name)s, clock_timestamp(), 'FAILED', %(by)s, %(told)s, %(sqlstate)s)
+    INSERT INTO pgtrickle.pgt_refresh_history (
+        pgt_id, pgt_schema, pgt_name, start_time, end_time, status, initiated_by, error, sqlstate)
+    VALUES (%(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s), clock_timestamp(), 'FAILED',
+            %(by)s, %(told)s, %(sqlstate)s)
 ), answered AS (
     UPDATE pgtrickle.pgt_requests SET status = 'FAILED', finished_at = clock_timestamp(), error = %(told)s
     WHERE pgt_id = %(id)s AND status = 'PENDING' AND %(counts)s

@@ -25,8 +25,9 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce(sum(running.here + CASE h.kind WHEN 'service' THEN greatest(h.pool_active - running.here, 0) ELSE 0 END), 0)::integer,
            coalesce(nullif(sum(h.pool_size), 0), pgtrickle._used_setting('max_dynamic_refresh_workers')::integer)::integer,
-           coalesce(nullif(pgtrickle._used_setting('per_database_worker_quota')::integer, 0),
-                    pgtrickle._used_setting('max_concurrent_refreshes')::integer),
+           CASE pgtrickle._used_setting('parallel_refresh_mode') WHEN 'off' THEN 1
+                ELSE least(pgtrickle._used_setting('max_concurrent_refreshes')::integer,
+                           nullif(pgtrickle._used_setting('per_database_worker_quota')::integer, 0)) END,
            pgtrickle._used_setting('parallel_refresh_mode')
     FROM pgtrickle.pgt_services AS h
     CROSS JOIN LATERAL (SELECT count(*) AS here FROM pgtrickle.pgt_jobs AS j
