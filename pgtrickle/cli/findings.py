@@ -172,7 +172,19 @@ def _requests(conn: Connection) -> Iterator[Finding]:
         )
 
 
-CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (_stream_tables, _capture, _requests)
+def _service(conn: Connection) -> Iterator[Finding]:
+    """What health_check() says of the service and its work; of the rest the other checks say more."""
+    rows = _rows(
+        conn,
+        "SELECT check_name, detail, remedy FROM pgtrickle.health_check() WHERE severity <> 'OK'"
+        " AND check_name IN ('service', 'scheduler', 'settings', 'stale', 'fuses', 'change_buffers')"
+        " AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables)",
+    )
+    for check, detail, remedy in rows:
+        yield Finding(check.replace("_", "-"), conn.info.dbname, detail, remedy)
+
+
+CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (_stream_tables, _capture, _requests, _service)
 
 
 def _rows(conn: Connection, query: str, parameters: dict[str, object] | None = None) -> list[tuple[Any, ...]]:

@@ -63,7 +63,7 @@ def run(
 
 def _run_service(config: ServiceConfig) -> None:
     from pgtrickle.cli.spark_output import quiet_jvm
-    from pgtrickle.engine.session import check_java, stop_spark
+    from pgtrickle.engine.session import check_java, spark_session, stop_spark
     from pgtrickle.monitor.http import serve_http
     from pgtrickle.monitor.logs import log_to_stderr
     from pgtrickle.service.service import Service
@@ -77,6 +77,8 @@ def _run_service(config: ServiceConfig) -> None:
     server = serve_http(service, config.http) if config.http else None
     with quiet_jvm():
         service.start()
+        # The first change shall not wait for it.
+        threading.Thread(target=spark_session, name="pgtrickle-spark-start", daemon=True).start()
         names = ", ".join(launcher.server.name for launcher in service.launchers)
         click.echo(f"watching {names}; Ctrl-C ends it", err=True)
         over.wait()

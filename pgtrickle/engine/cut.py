@@ -56,6 +56,8 @@ def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: boo
         timeout = LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
         conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
         conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
+        # While Spark computes for a group, or executors read, there is nothing to say to the server.
+        conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(load_query("cut")).fetchone()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
+from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from pgtrickle.engine.failures import Policy, is_transient
@@ -25,6 +26,7 @@ from pgtrickle.service.units import Unit
 
 log = logging.getLogger("pgtrickle.worker")
 IDLE_SECONDS = 60.0
+IDLE_IN_APPLY = "60s"
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Workers:
             engine = self._idle.pop()[1] if self._idle else None
         if engine is None or engine.conn.closed:
             conn = open_connection(self.dsn, name, self.database)
+            # A process that stands still in an apply would keep the stream table from those who take over.
+            conn.execute(sql.SQL("SET idle_in_transaction_session_timeout = {}").format(sql.Literal(IDLE_IN_APPLY)))
             engine = Engine(conn, lease=KeptElsewhere(self.service_id), plans=self.plans)
         try:
             yield engine

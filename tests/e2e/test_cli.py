@@ -299,8 +299,17 @@ def test_libpq_variables_name_the_database(shop: TestDatabase) -> None:
 @pytest.mark.pgversions
 def test_doctor_finds_what_is_wrong_and_says_what_to_do(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
+    alone = {
+        finding["check"]: finding["remedy"]
+        for finding in json.loads(cli(shop.dsn, "doctor", "--json").stdout)["findings"]
+    }
+    assert alone["service"] == "Start one: pgtrickle run"
+    assert set(alone) <= {"service", "stale"}, "nobody has filled it"
+    conn.execute("INSERT INTO pgtrickle.pgt_services VALUES (gen_random_uuid(), 'here', 1, 'test')")
+    conn.execute("UPDATE pgtrickle.pgt_stream_tables SET tier = 'frozen'")  # so that it cannot be late
     assert succeed(shop.dsn, "doctor") == "no problems found\n"
     assert json.loads(succeed(shop.dsn, "doctor", "--json")) == {"ok": True, "findings": []}
+    conn.execute("DELETE FROM pgtrickle.pgt_services")
 
     conn.execute("ALTER TABLE orders DISABLE TRIGGER ALL")
     conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")

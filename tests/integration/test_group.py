@@ -140,7 +140,7 @@ def test_a_partition_attached_meanwhile(database: TestDatabase, db: pgtrickle.Da
     attempt(db)
     conn.execute("INSERT INTO log VALUES (1, 1)")
     conn.execute("UPDATE item SET val = val + 1")
-    attached = []
+    attached: list[object] = []
 
     def attach(step: str) -> None:
         if step == "cut" and not attached:
