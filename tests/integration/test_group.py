@@ -15,7 +15,6 @@ from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
 
 Connection = psycopg.Connection[Any]
-pytestmark = pytest.mark.pgversions
 
 GROUP = {
     "sums": "SELECT grp, sum(val) AS total, count(*) AS n FROM item GROUP BY grp",
@@ -56,6 +55,7 @@ def transactions(conn: Connection) -> int:
     return int(row[0])
 
 
+@pytest.mark.pgversions
 def test_all_members_change_in_one_transaction(db: pgtrickle.Database, conn: Connection) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
