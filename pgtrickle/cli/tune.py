@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MEASURE = (
     "What latency and throughput they give depends on the machine and the queries: measure it under your load with"
-    " `pgtrickle profile`, and in a checkout with `python -m bench service`."
+    " `pgtrickle profile`, and in a checkout with `python -m bench steady`."
 )
 
 
