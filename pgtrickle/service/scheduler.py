@@ -71,7 +71,6 @@ class Scheduler:
     on_settings: Callable[[], None] = lambda: None
     draining: bool = False  # start nothing new
     failure: BaseException | None = None
-    disabled: bool = False
 
     def __post_init__(self) -> None:
         self.workers = self.tended.workers
@@ -134,7 +133,6 @@ class Scheduler:
                     log.info("settings were attached anew: reconnecting", extra={"database": self.database})
                     raise ReconnectError
                 if not settings.enabled:
-                    self.disabled = True
                     return
                 if settings.listens != listening:
                     conn.execute("LISTEN pgtrickle_wake" if settings.listens else "UNLISTEN *")
@@ -166,12 +164,10 @@ class Scheduler:
             self._settle_cron(conn)
             due = self._due(conn)
             due += self._altered(conn, {item.pgt_id for item in due})
-            if any(self._known.get(item.pgt_id) != item.updated_at for item in due):
+            if not self._known or any(self._known.get(item.pgt_id) != item.updated_at for item in due):
                 self._load_dag(conn)
             with self._lock:
                 units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
-                for unit in units:
-                    self._busy.update(unit.ids)
             self._dispatch(conn, units, settings)
         self._look_after(conn, settings)
 
@@ -234,6 +230,8 @@ class Scheduler:
                 (self.service_id, unit.kind, list(unit.ids)),
             ).fetchone()
             assert row is not None
+            with self._lock:
+                self._busy.update(unit.ids)
             self.pool.submit(Task(self.tended.name, unit, settings.share, self._work(row[0], unit, settings)))
 
     def _work(self, job: int, unit: Unit, settings: Settings) -> Callable[[int], None]:
