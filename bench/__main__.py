@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bench import fusion, many, refresh, steady, tick, write_cost
+from bench import fusion, many, quotas, refresh, steady, tick, write_cost
 from bench.dataset import QUERIES
 from bench.server import bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -132,6 +132,18 @@ def steady_command(rate: int, seconds: float, out: Path) -> None:
     print_verdicts(console, steady.verdicts(measured))
     out.mkdir(parents=True, exist_ok=True)
     steady.plot(measured, out / "staleness.png")
+    stop_spark()
+
+
+@main.command("quotas")
+@click.option("--seconds", default=30.0, show_default=True, help="Without and with the flood, each.")
+def quotas_command(seconds: float) -> None:
+    """How long changes of quiet databases wait beside one that floods."""
+    console = _console()
+    with _progress(console) as say, bench_server() as bench:
+        measured = quotas.run(bench, seconds, say)
+    quotas.show(console, measured)
+    print_verdicts(console, quotas.verdicts(measured))
     stop_spark()
 
 

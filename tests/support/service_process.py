@@ -117,6 +117,10 @@ class ServiceProcess:
 
     # -- what it tells ---------------------------------------------------------------------------------------------------
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def service_id(self, conn: psycopg.Connection[Any]) -> UUID:
         """Its name in a database, as soon as it is known there."""
         query = "SELECT service_id FROM pgtrickle.pgt_services WHERE pid = %s AND kind = 'service'"
