@@ -21,7 +21,7 @@ WITHOUT_MATPLOTLIB = "no profile.png: matplotlib is not installed (pip install m
     epilog="""\b
 Examples:
   pgtrickle profile --seconds 300 --out profile-4-workers
-  pgtrickle profile --out /tmp/p --json | jq -r .verdict"""
+  pgtrickle profile --out now --json | jq -r .verdict"""
 )
 @click.option(
     "--seconds", type=click.FloatRange(0, min_open=True), default=60, show_default=True, help="How long to sample."

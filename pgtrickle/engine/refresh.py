@@ -180,7 +180,11 @@ class Engine:
             return None
         except (psycopg.Error, PgtrickleError) as error:
             if self.conn.broken or self.conn.closed or all(work.error is None for work in works):
-                raise RefreshError(f"a group could not be refreshed: {error}", None) from error
+                names = ", ".join(work.row.label for work in works)
+                raise RefreshError(
+                    f"the group {names} could not be refreshed: {error}",
+                    "Nothing of it was written. A service tries again by itself; `pgtrickle refresh` takes them one by one.",
+                ) from error
         finally:
             if outcome is None and not self.conn.broken and not self.conn.closed:
                 failed = [work for work in works if work.error is not None and not isinstance(work.error, Diverged)]

@@ -57,7 +57,7 @@ def _read(path: Path) -> ServiceConfig:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}", "Give the file with --config.") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", None) from error
+        raise ConfigError(f"{path} is not valid TOML: {error}", "docs/reference/service.md has an example.") from error
     unknown = set(data) - {"service", "servers"}
     if unknown:
         raise ConfigError(
@@ -85,7 +85,7 @@ def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> Ser
     for name, value in entry.items():
         if name in _SERVICE_KEYS:
             if not isinstance(value, int | float) or value <= 0:
-                raise ConfigError(f"{path}: {name} must be a number of seconds, not {value!r}", None)
+                raise ConfigError(f"{path}: {name} must be a number of seconds, not {value!r}", f"Write {name} = 30.")
             changes[name] = float(value)
         elif name == "http" and isinstance(value, str):
             changes[name] = value or None

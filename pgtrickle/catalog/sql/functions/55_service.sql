@@ -122,7 +122,7 @@ BEGIN
         reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset by starting over' ELSE reinit_reason END
     WHERE pgt_id = id AND fuse_blown_at IS NOT NULL;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'the fuse of this stream table is not blown'
+        RAISE EXCEPTION 'the fuse of stream table % is not blown', (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
             USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'SELECT * FROM pgtrickle.fuse_status() lists all fuses.';
     END IF;
     PERFORM pg_notify('pgtrickle_wake', format('altered %s', id));
@@ -180,7 +180,9 @@ DECLARE
 BEGIN
     IF NOT has_table_privilege(pgtrickle._caller(), (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader), 'SELECT')
        OR id NOT IN (SELECT u.pgt_id FROM pgtrickle._upstream(reader) AS u) THEN
-        RAISE EXCEPTION 'role % may not read this stream table', quote_ident(pgtrickle._caller()) USING ERRCODE = 'insufficient_privilege';
+        RAISE EXCEPTION 'role % may not read stream table %', quote_ident(pgtrickle._caller()),
+                (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader)
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Whoever may SELECT from it may wait for it: ask its owner for GRANT SELECT.';
     END IF;
     IF NOT pgtrickle._pending(id) THEN
         RETURN NULL;
