@@ -8,18 +8,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import click
 from rich.console import Console
 
-from bench import fusion, many, quotas, refresh, steady, tick, write_cost
+from bench import fusion, isolation, many, quotas, refresh, steady, tick, write_cost
 from bench.dataset import QUERIES
-from bench.server import bench_server
+from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
 from bench.targets import refresh_verdicts
 from pgtrickle.engine.session import stop_spark
 
 _LABELS = "1000,0.1%,1%"
+_out = click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("bench-results"),
+    show_default=True,
+    help="Where pictures go.",
+)
 
 
 @click.group(invoke_without_command=True)
@@ -40,9 +49,7 @@ def main(context: click.Context) -> None:
     "--query", "queries", multiple=True, type=click.Choice(list(QUERIES)), help="Only this one; all if not given."
 )
 @click.option("--repeat", default=5, show_default=True, help="Measured cycles per size and change.")
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench-results"), show_default=True
-)
+@_out
 def refresh_command(rows: tuple[int, ...], changes: str, queries: tuple[str, ...], repeat: int, out: Path) -> None:
     """Refreshes beside REFRESH MATERIALIZED VIEW."""
     from bench.plot import plot_phases, plot_times  # slow to import
@@ -94,57 +101,58 @@ def fusion_command(rows: int, changes: int, repeat: int) -> None:
 @main.command("tick")
 @click.option("--count", "counts", type=int, multiple=True, default=tick.COUNTS, show_default=True)
 @click.option("--ticks", default=tick.TICKS, show_default=True)
-def tick_command(counts: tuple[int, ...], ticks: int) -> None:
+@_out
+def tick_command(counts: tuple[int, ...], ticks: int, out: Path) -> None:
     """What an idle tick of the scheduler costs."""
-    console = _console()
-    with _progress(console) as say, bench_server() as bench:
-        measured = tick.run(bench, tuple(sorted(counts)), ticks, say)
-    tick.show(console, measured)
-    print_verdicts(console, tick.verdicts(measured))
+    _measure(tick, lambda bench, say: tick.run(bench, tuple(sorted(counts)), ticks, say), out / "tick.png")
 
 
 @main.command("many")
 @click.option("--count", default=500, show_default=True, help="Stream tables.")
 @click.option("--sources", default=50, show_default=True)
 @click.option("--repeat", default=3, show_default=True)
-def many_command(count: int, sources: int, repeat: int) -> None:
+@_out
+def many_command(count: int, sources: int, repeat: int, out: Path) -> None:
     """Many stream tables at once: fused, one after the other, by four workers; a chain and a fan."""
-    console = _console()
-    with _progress(console) as say, bench_server() as bench:
-        measured = many.run(bench, count, sources, repeat, say)
-    many.show(console, measured)
-    print_verdicts(console, many.verdicts(measured))
-    stop_spark()
+    _measure(many, lambda bench, say: many.run(bench, count, sources, repeat, say), out / "many.png")
 
 
 @main.command("steady")
 @click.option("--rate", default=5_000, show_default=True, help="Changes a second.")
 @click.option("--seconds", default=60.0, show_default=True)
-@click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("bench-results"), show_default=True
-)
+@_out
 def steady_command(rate: int, seconds: float, out: Path) -> None:
     """Staleness under a steady stream of changes, with the service at work."""
-    console = _console()
-    with _progress(console) as say, bench_server() as bench:
-        measured = steady.run(bench, rate, seconds, say)
-    steady.show(console, measured)
-    print_verdicts(console, steady.verdicts(measured))
-    out.mkdir(parents=True, exist_ok=True)
-    steady.plot(measured, out / "staleness.png")
-    stop_spark()
+    _measure(steady, lambda bench, say: steady.run(bench, rate, seconds, say), out / "staleness.png")
 
 
 @main.command("quotas")
-@click.option("--seconds", default=30.0, show_default=True, help="Without and with the flood, each.")
-def quotas_command(seconds: float) -> None:
+@click.option("--seconds", default=60.0, show_default=True, help="Without and with the flood, each.")
+@_out
+def quotas_command(seconds: float, out: Path) -> None:
     """How long changes of quiet databases wait beside one that floods."""
+    _measure(quotas, lambda bench, say: quotas.run(bench, seconds, say), out / "quotas.png")
+
+
+@main.command("isolation")
+@click.option("--seconds", default=60.0, show_default=True, help="Without and with trouble, each.")
+@_out
+def isolation_command(seconds: float, out: Path) -> None:
+    """Staleness of two databases of which one has a stream table that fails and one that is locked out."""
+    _measure(isolation, lambda bench, say: isolation.run(bench, seconds, say), out / "isolation.png")
+
+
+def _measure(part: ModuleType, run: Callable[[Bench, Callable[[str], None]], Any], picture: Path) -> None:
+    """Run a measurement of the service; print its figures, what was to be reached, and a picture."""
     console = _console()
     with _progress(console) as say, bench_server() as bench:
-        measured = quotas.run(bench, seconds, say)
-    quotas.show(console, measured)
-    print_verdicts(console, quotas.verdicts(measured))
+        measured = run(bench, say)
     stop_spark()
+    part.show(console, measured)
+    print_verdicts(console, part.verdicts(measured))
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    part.plot(measured, picture)
+    console.print(f"wrote {picture}")
 
 
 def _console() -> Console:

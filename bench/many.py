@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -169,3 +170,10 @@ def verdicts(measured: Many) -> list[Verdict]:
         Verdict(f"{measured.count} stream tables: fused × {name}", bound, "at least", measured.ratio(name))
         for name, bound in BOUNDS.items()
     ]
+
+
+def plot(measured: Many, path: Path) -> None:
+    from bench.charts import bars  # slow to import
+
+    groups = {name: {"refreshes": measured.count / median(times)} for name, times in measured.times.items()}
+    bars(path, f"{measured.count} stream tables, all with changes", "refreshes per second", groups)

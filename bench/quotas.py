@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -128,3 +129,13 @@ def verdicts(measured: Waiting) -> list[Verdict]:
         )
         for name in DATABASES[:2]
     ]
+
+
+def plot(measured: Waiting, path: Path) -> None:
+    from bench.charts import bars  # slow to import
+
+    groups = {
+        name: {"alone": measured.p95(name, False), "beside the flood": measured.p95(name, True)}
+        for name in DATABASES[:2]
+    }
+    bars(path, "Waiting time of a change, 95th percentile", "seconds", groups)

@@ -15,6 +15,7 @@ from rich.console import Console
 from bench.dataset import same_rows
 from bench.measure import warm_up
 from bench.server import Bench
+from bench.staleness import Staleness
 from bench.tables import table
 from bench.targets import Verdict
 from pgtrickle.service.config import ServerConfig, ServiceConfig
@@ -23,7 +24,6 @@ from pgtrickle.service.service import Service
 STREAM_TABLES = 10
 BATCHES = 20  # transactions a second
 INTERVALS = 3  # of the scheduler: the bound for the 99th percentile
-SAMPLE_SECONDS = 0.05
 
 # None recomputes groups: with changes in all groups every second that would be the whole table each time.
 _SHAPES = (
@@ -35,22 +35,12 @@ _SHAPES = (
 
 @dataclass
 class Steady:
-    """Samples of (seconds since the beginning, staleness in seconds)."""
+    """What was written, and how stale the stream tables were meanwhile."""
 
     interval: float
-    samples: list[tuple[float, float]] = field(default_factory=list)
+    staleness: Staleness = field(default_factory=Staleness)
     written: int = 0
     seconds: float = 0.0
-
-    def quantile(self, share: float, part: slice = slice(None)) -> float:
-        values = sorted(staleness for _, staleness in self.samples[part])
-        return values[min(len(values) - 1, int(share * len(values)))]
-
-    @property
-    def growth(self) -> float:
-        """Median of the last quarter over that of the second."""
-        quarter = len(self.samples) // 4
-        return self.quantile(0.5, slice(3 * quarter, None)) / self.quantile(0.5, slice(quarter, 2 * quarter))
 
 
 def run(bench: Bench, rate: int, length: float, say: Callable[[str], None]) -> Steady:
@@ -81,20 +71,21 @@ def run(bench: Bench, rate: int, length: float, say: Callable[[str], None]) -> S
 
 
 def _write_and_sample(bench: Bench, rate: int, length: float, into: Steady, say: Callable[[str], None]) -> None:
+    say(f"{rate:,} changes a second for {length:.0f} s")
     over = threading.Event()
-    writer = threading.Thread(target=_write, args=(bench.conn.info.dsn, rate, over, into))
-    writer.start()
+    dsn = bench.conn.info.dsn
+    threads = [
+        threading.Thread(target=_write, args=(dsn, rate, over, into)),
+        threading.Thread(target=into.staleness.sample, args=(dsn, "SELECT max(at) FROM st_0", over)),
+    ]
     started = time.monotonic()
-    with psycopg.connect(bench.conn.info.dsn, autocommit=True) as reader:
-        while (now := time.monotonic() - started) < length:
-            row = reader.execute("SELECT extract(epoch FROM clock_timestamp() - max(at))::float8 FROM st_0").fetchone()
-            if row is not None and row[0] is not None:
-                into.samples.append((now, row[0]))
-            say(f"{now:.0f} of {length:.0f} s, staleness {into.samples[-1][1] if into.samples else 0:.2f} s")
-            time.sleep(SAMPLE_SECONDS)
+    for thread in threads:
+        thread.start()
+    over.wait(length)
     into.seconds = time.monotonic() - started
     over.set()
-    writer.join()
+    for thread in threads:
+        thread.join()
 
 
 def _write(dsn: str, rate: int, over: threading.Event, into: Steady) -> None:
@@ -125,8 +116,8 @@ def _batch(conn: psycopg.Connection[Any], each: int) -> None:
 
 
 def show(console: Console, measured: Steady) -> None:
-    lines = [[f"p{int(share * 100)}", f"{measured.quantile(share):.2f}"] for share in (0.5, 0.95, 0.99)]
-    lines.append(["growth of the median", f"{measured.growth:.2f}"])
+    lines = [[f"p{int(share * 100)}", f"{measured.staleness.quantile(share):.2f}"] for share in (0.5, 0.95, 0.99)]
+    lines.append(["growth of the median", f"{measured.staleness.growth:.2f}"])
     title = (
         f"Staleness, s, at {measured.written / measured.seconds:,.0f} changes a second, {STREAM_TABLES} stream tables"
     )
@@ -136,19 +127,13 @@ def show(console: Console, measured: Steady) -> None:
 def verdicts(measured: Steady) -> list[Verdict]:
     bound = INTERVALS * measured.interval
     return [
-        Verdict("staleness, 99th percentile, s", bound, "at most", measured.quantile(0.99)),
-        Verdict("staleness: median of the last quarter × second", 1.3, "at most", measured.growth),
+        Verdict("staleness, 99th percentile, s", bound, "at most", measured.staleness.quantile(0.99)),
+        Verdict("staleness: median of the last quarter × second", 1.3, "at most", measured.staleness.growth),
     ]
 
 
 def plot(measured: Steady, path: Path) -> None:
-    from matplotlib import pyplot as plt
+    from bench.charts import over_time  # slow to import
 
-    figure, axes = plt.subplots(figsize=(9, 3.5), layout="constrained")
-    axes.plot([at for at, _ in measured.samples], [value for _, value in measured.samples], linewidth=0.8)
-    axes.axhline(INTERVALS * measured.interval, color="#b00020", linestyle="--", linewidth=1)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("staleness, s")
-    axes.set_ylim(bottom=0)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    bound = INTERVALS * measured.interval
+    over_time(path, "Staleness", "seconds", {"st_0": measured.staleness.samples}, bound)

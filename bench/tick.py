@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -100,3 +101,13 @@ def verdicts(measured: Ticks) -> list[Verdict]:
     few, many = min(measured.times), max(measured.times)
     ratio = measured.mean(many) / measured.mean(few) if many > few else None
     return [Verdict(f"idle tick: {many:,} stream tables × {few:,}", BOUND, "at most", ratio)]
+
+
+def plot(measured: Ticks, path: Path) -> None:
+    from bench.charts import bars  # slow to import
+
+    groups = {
+        f"{count:,} stream tables": {"median": 1000 * median(times), "mean": 1000 * measured.mean(count)}
+        for count, times in measured.times.items()
+    }
+    bars(path, "A tick with nothing to do", "milliseconds", groups)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from pgtrickle.query.unsupported import Unsupported
 if TYPE_CHECKING:
     from pgtrickle.engine.jobs import Job
 
+MOST_JOBS = 32  # kept per stream table
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -40,9 +43,32 @@ class Plans:
     """Compiled queries, kept for all engines of a database; its counts tell how often one was there already."""
 
     compiled: dict[int, Compiled] = field(default_factory=dict)
-    jobs: dict[tuple[Any, ...], Job | None] = field(default_factory=dict)
+    jobs: dict[int, dict[tuple[Any, ...], Job | None]] = field(default_factory=dict)
     found: int = 0
     made: int = 0
+
+    def put(self, pgt_id: int, compiled: Compiled) -> None:
+        self.made += 1
+        self.jobs.pop(pgt_id, None)
+        self.compiled[pgt_id] = compiled
+
+    def job(self, pgt_id: int, key: tuple[Any, ...], build: Callable[[], Job | None]) -> Job | None:
+        """A job as it was built for the same key before. A query over many tables has one for each choice of them."""
+        jobs = self.jobs.setdefault(pgt_id, {})
+        if key not in jobs:
+            if len(jobs) >= MOST_JOBS:
+                del jobs[next(iter(jobs))]
+            jobs[key] = build()
+        return jobs[key]
+
+    def forget(self, pgt_id: int) -> None:
+        self.compiled.pop(pgt_id, None)
+        self.jobs.pop(pgt_id, None)
+
+    def keep(self, ids: Collection[int]) -> None:
+        """Forget all others."""
+        for pgt_id in [known for known in list(self.compiled) if known not in ids]:
+            self.forget(pgt_id)
 
 
 @dataclass
@@ -60,11 +86,7 @@ class Programs:
         return found
 
     def compile_for(self, pgt_id: int, view: int, shape: str) -> None:
-        self.plans.made += 1
-        self.plans.compiled[pgt_id] = self.compile(view, shape)
-
-    def forget(self, pgt_id: int) -> None:
-        self.plans.compiled.pop(pgt_id, None)
+        self.plans.put(pgt_id, self.compile(view, shape))
 
     def compile(self, view: int, shape: str) -> Compiled:
         """Analyse the view's query. Leaves nothing behind in the database."""

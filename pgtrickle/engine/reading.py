@@ -97,7 +97,7 @@ class Reading:
             work.cut_time, work.merge_mb = cut.time, cut.merge_mb
             work.sources = sources[work.row.pgt_id]
             if work.compiled.shape != shape:
-                self.programs.forget(work.row.pgt_id)
+                self.programs.plans.forget(work.row.pgt_id)
                 outdated.append(work)
                 continue
             self._attempt(work, partial(self._prepare, work, cut, media))
@@ -268,11 +268,8 @@ class Reading:
         if decision.action == "NO_DATA":
             return None
         changed = frozenset(source.relid for source in work.sources if source.changed)
-        key = (row.pgt_id, compiled.shape, row.placement, decision.action, changed)
-        jobs = self.programs.plans.jobs
-        if key not in jobs:
-            jobs[key] = self._build_job(work, changed)
-        return jobs[key]
+        key = (compiled.shape, row.placement, decision.action, changed)
+        return self.programs.plans.job(row.pgt_id, key, lambda: self._build_job(work, changed))
 
     def _build_job(self, work: Work, changed: frozenset[int]) -> Job | None:
         assert work.decision is not None

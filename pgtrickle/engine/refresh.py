@@ -7,9 +7,8 @@ was; the next refresh starts from the frontier that is stored with its rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
@@ -21,8 +20,9 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.cut import Cut, take_cut
+from pgtrickle.engine.connection import idle
 from pgtrickle.engine.failures import Policy
+from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
@@ -35,10 +35,6 @@ from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictErro
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
-
-
-class NotTogetherError(Exception):
-    """A group of stream tables cannot be refreshed in one transaction this time."""
 
 
 @dataclass
@@ -82,8 +78,8 @@ class Engine:
         self.statements.clear()
         with self.claims.lease.kept():
             levels = self._levels(ids)
-            if atomic and len(levels) > 1:
-                together = self._refresh_together(levels, initiated_by)
+            if atomic and len(ids) > 1:
+                together = refresh_together(self, levels, initiated_by)
                 if together is not None:
                     return together
             outcome = Outcome()
@@ -119,133 +115,41 @@ class Engine:
         outcome = Outcome()
         again: list[int] = []
         try:
-            works, outcome.taken = self._claim(ids, all_or_none=all_or_none)
-            self._check_parts(works)
+            works, outcome.taken = self.claim(ids, all_or_none=all_or_none)
+            self.check_parts(works)
             self.reading.read([work for work in works if work.error is None])
             healthy = [work for work in works if work.error is None]
             again = self._retrack(healthy) if retry else []
             again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
-            self._compute([work for work in works if work.error is None and work.row.pgt_id not in again])
+            self.compute([work for work in works if work.error is None and work.row.pgt_id not in again])
             for work in works:
                 if work.error is not None or work.row.pgt_id in again:
                     continue
                 try:
-                    outcome.results.append(self._apply(work, initiated_by))
+                    outcome.results.append(self.apply(work, initiated_by))
                 except Diverged as error:
                     if not retry:
                         work.error = error
                         continue
-                    self._mark_reinit(work.row.pgt_id, str(error))
+                    self.mark_reinit(work.row.pgt_id, str(error))
                     again.append(work.row.pgt_id)
                 except (psycopg.Error, PgtrickleError) as error:
                     if self.conn.broken or self.conn.closed:
                         raise
                     work.error = error
         except BaseException as error:
-            self._give_up([work for work in works if not work.applied], error, initiated_by, ids)
+            self.give_up([work for work in works if not work.applied], error, initiated_by, ids)
             raise
         finally:
             for work in works:
                 if work.large is not None:
                     work.large.release()
-        self._give_up([work for work in works if work.error is not None], None, initiated_by)
+        self.give_up([work for work in works if work.error is not None], None, initiated_by)
         outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
-        self._purge([work for work in works if work.applied])
+        self.purge([work for work in works if work.applied])
         if again:
             outcome += self._refresh_level(again, initiated_by, retry=False)
         return outcome
-
-    def _refresh_together(self, levels: Sequence[Sequence[int]], initiated_by: str) -> Outcome | None:
-        """Refresh levels that read each other in one transaction, all at the same snapshot; one fails, all do.
-
-        A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
-        large refresh (other connections read for it), or sources that were altered. Then each level commits for itself.
-        """
-        ids = [id_ for level in levels for id_ in level]
-        works, taken = self._claim(ids, all_or_none=True)
-        if taken:
-            return Outcome(taken=taken)
-        outcome: Outcome | None = None
-        try:
-            self._check_parts(works)
-            if all(work.error is None for work in works):
-                outcome = Outcome(self._apply_levels(levels, works, initiated_by))
-                self.on_step("committed")
-                self._purge(works)
-                return outcome
-        except NotTogetherError:
-            return None
-        except Diverged as error:
-            self._mark_reinit(next(work.row.pgt_id for work in works if work.error is error), str(error))
-            return None
-        except (psycopg.Error, PgtrickleError) as error:
-            if self.conn.broken or self.conn.closed or all(work.error is None for work in works):
-                names = ", ".join(work.row.label for work in works)
-                raise RefreshError(
-                    f"the group {names} could not be refreshed: {error}",
-                    "Nothing of it was written. A service tries again by itself; `pgtrickle refresh` takes them one by one.",
-                ) from error
-        finally:
-            if outcome is None and not self.conn.broken and not self.conn.closed:
-                failed = [work for work in works if work.error is not None and not isinstance(work.error, Diverged)]
-                self._give_up(failed, None, initiated_by, ids)
-        return Outcome(failures={work.row.pgt_id: work.error for work in works if work.error is not None})
-
-    def _apply_levels(
-        self, levels: Sequence[Sequence[int]], works: Sequence[Work], initiated_by: str
-    ) -> list[RefreshResult]:
-        """All levels of a group: cut, fetch, Spark and apply in one transaction."""
-        results: list[RefreshResult] = []
-        self.reading.compile_unknown(works)
-        begin = time.monotonic()
-        ids = [work.row.pgt_id for work in works]
-        with take_cut(self.conn, [f"q_{id_}" for id_ in ids], writes=True) as cut:
-            self.on_step("cut")
-            for level in levels:
-                results += self._apply_level([w for w in works if w.row.pgt_id in level], cut, begin, initiated_by)
-                begin = time.monotonic()
-            self._check_passed(works, ids)
-        return results
-
-    def _apply_level(self, works: Sequence[Work], cut: Cut, begin: float, initiated_by: str) -> list[RefreshResult]:
-        """One level of a group, inside its transaction."""
-        outdated = self.reading.read_at(cut, works, begin)
-        _raise_first(works)
-        if outdated or any(work.large is not None or (work.decision and work.decision.retrack) for work in works):
-            raise NotTogetherError(works[0].row.label)
-        self._compute(works)
-        _raise_first(works)
-        row = self.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
-        assert row is not None
-        results = []
-        for work in works:
-            assert work.frontier is not None
-            work.frontier = replace(work.frontier, snapshot=replace(work.frontier.snapshot, passed=row[0]))
-            try:
-                results.append(self._apply(work, initiated_by))
-            except (psycopg.Error, PgtrickleError) as error:
-                work.error = error
-                raise
-        return results
-
-    def _check_passed(self, works: Sequence[Work], ids: Sequence[int]) -> None:
-        """Before a group commits: it saw everything that it will count as seen, and its sources are what they were.
-
-        What this transaction wrote counts as seen. A user's trigger on a stream table may have written into a source,
-        and that has to come again. Partitions are looked for with another connection: this one's snapshot is old.
-        """
-        row = self.conn.execute(
-            "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
-            " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"
-            " FROM pgtrickle.pgt_change_tracking t JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid"
-            " WHERE s.pgt_id = ANY (%s))",
-            ([source.stable_name for work in works for source in work.sources], list(ids)),
-        ).fetchone()
-        if row != (0,):
-            raise NotTogetherError("a trigger of the group writes into one of its sources")
-        with _another(self.conn) as fresh:
-            if self._altered(fresh, works):
-                raise NotTogetherError("partitions came or went")
 
     def _retrack(self, works: Sequence[Work]) -> list[int]:
         """Fit the capture to sources that were altered, before the stream tables on them start over."""
@@ -258,13 +162,13 @@ class Engine:
                 if work.frontier is not None and known.node != work.frontier.node:
                     for source in work.sources:
                         self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (source.stable_name,))
-                self.programs.forget(work.row.pgt_id)
+                self.programs.plans.forget(work.row.pgt_id)
                 found.append(work.row.pgt_id)
         return found
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
-        found = self._altered(self.conn, works)
+        found = self.altered(self.conn, works)
         if found and not retry:
             raise SourceChangedError(
                 f"partitions or capture triggers below {found[0].row.label} keep changing", "Refresh again later."
@@ -272,7 +176,7 @@ class Engine:
         return [work.row.pgt_id for work in found]
 
     @staticmethod
-    def _altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
+    def altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
         names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
         if not names:
             return []
@@ -282,20 +186,20 @@ class Engine:
         altered = {relid for relid, signature in rows if signature != names[relid]}
         return [work for work in works if any(source.relid in altered for source in work.sources)]
 
-    def _give_up(
+    def give_up(
         self, works: Sequence[Work], cause: BaseException | None, initiated_by: str, ids: Sequence[int] = ()
     ) -> None:
         """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
         if (not works and not ids) or self.conn.broken or self.conn.closed:
             return
-        with _idle(self.conn) as conn:
+        with idle(self.conn) as conn:
             for work in works:
                 if isinstance(work.phases.delta, Staged):
                     work.phases.delta.drop(conn)
                 record_failure(conn, work, cause, initiated_by, self.policy)
             self.claims.release(conn, ids)  # also of an interruption while they were being claimed
 
-    def _check_parts(self, works: Sequence[Work]) -> None:
+    def check_parts(self, works: Sequence[Work]) -> None:
         """Stream tables that lack a part or a right are suspended; nothing else can help them."""
         for work in works:
             if work.row.problem is not None:
@@ -308,7 +212,7 @@ class Engine:
                     problem_remedy(work.row.label, work.row.problem),
                 )
 
-    def _claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
+    def claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
         """Works for those that could be claimed, and the names of the others."""
         tokens = self.claims.take(ids)
         rows = self.rows(ids)
@@ -320,7 +224,7 @@ class Engine:
 
     # -- Spark and apply -----------------------------------------------------------------------------------------------
 
-    def _compute(self, works: Sequence[Work]) -> None:
+    def compute(self, works: Sequence[Work]) -> None:
         for work in works:
             if work.large is not None:
                 self._compute_large(work)
@@ -365,7 +269,7 @@ class Engine:
                 deltas.append(None)
         return deltas
 
-    def _apply(self, work: Work, initiated_by: str) -> RefreshResult:
+    def apply(self, work: Work, initiated_by: str) -> RefreshResult:
         assert work.decision is not None
         assert work.compiled is not None
         assert work.frontier is not None
@@ -377,37 +281,13 @@ class Engine:
         work.applied = True
         return result
 
-    def _mark_reinit(self, pgt_id: int, reason: str) -> None:
+    def mark_reinit(self, pgt_id: int, reason: str) -> None:
         self.conn.execute(
             "UPDATE pgtrickle.pgt_stream_tables SET reinit_reason = %s WHERE pgt_id = %s", (reason, pgt_id)
         )
 
-    def _purge(self, works: Sequence[Work]) -> None:
+    def purge(self, works: Sequence[Work]) -> None:
         """Remove changes that every stream table on their source has passed."""
         names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
         for name in names:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
-
-
-def _raise_first(works: Sequence[Work]) -> None:
-    for work in works:
-        if work.error is not None:
-            raise work.error
-
-
-@contextmanager
-def _idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
-    """The connection, or one like it where an interruption left it in the middle of a statement."""
-    if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
-        yield conn
-        return
-    conn.cancel_safe(timeout=5)
-    other = _another(conn)
-    conn.close()
-    with other:
-        yield other
-
-
-def _another(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
-    """One more connection to the same database as the same role."""
-    return psycopg.connect(conn.info.dsn, password=conn.info.password or None, autocommit=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 
 @dataclass(frozen=True)
@@ -15,18 +16,24 @@ class Dag:
     groups: Mapping[int, frozenset[int]] = field(default_factory=dict)  # the atomic group of each member
 
     @classmethod
-    def of(cls, upstream: Mapping[int, Iterable[int]], tables: Mapping[int, Iterable[str]]) -> Dag:
+    def of(
+        cls,
+        upstream: Mapping[int, Iterable[int]],
+        tables: Mapping[int, Iterable[str]],
+        asked: Mapping[int, str] = MappingProxyType({}),  # the group that somebody put a stream table into
+    ) -> Dag:
         ups = {id_: frozenset(upstream.get(id_, ())) for id_ in (*upstream, *tables)}
         bases = {id_: frozenset(tables.get(id_, ())) for id_ in ups}
-        return cls(ups, bases, _diamonds(ups, bases))
+        return cls(ups, bases, _groups(ups, bases, asked))
 
 
-def _diamonds(
-    upstream: Mapping[int, frozenset[int]], tables: Mapping[int, frozenset[str]]
+def _groups(
+    upstream: Mapping[int, frozenset[int]], tables: Mapping[int, frozenset[str]], asked: Mapping[int, str]
 ) -> dict[int, frozenset[int]]:
-    """Stream tables that a reader must see at one moment: where two ways lead from one table to a stream table.
+    """Stream tables that a reader must see at one moment: by request, or where two ways lead from one table to a stream table.
 
-    Refreshed one after the other, what comes by one way would show before what comes by the other.
+    Refreshed one after the other, what comes by one way would show before what comes by the other. What they read belongs
+    to it: read at different moments, it would say different things.
     """
     roots: dict[int, frozenset[str]] = {}
     above: dict[int, frozenset[int]] = {}
@@ -39,6 +46,8 @@ def _diamonds(
         ways = [*(roots[up] for up in ups), tables[id_]]
         if ups and sum(len(way) for way in ways) > len(frozenset().union(*ways)):
             _merge(merged, {id_, *above[id_]})
+    for name in set(asked.values()):
+        _merge(merged, {one for id_, group in asked.items() if group == name for one in (id_, *above[id_])})
     return {id_: frozenset(members) for id_, members in merged.items()}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
+from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.service.config import ServerConfig, ServiceConfig
@@ -36,6 +37,8 @@ class Watched:
     scheduler: Scheduler | None = None
     tended: Tended | None = None
     problem: str | None = None  # why it is not served
+    crash: str | None = None  # how its scheduler ended, again and again
+    told: str | None = None  # what its own health shows
     attempts: int = 0  # that failed, one after the other
     not_before: float = 0.0
 
@@ -126,7 +129,7 @@ class Launcher:
             if watched.scheduler is not None and watched.scheduler.alive and time.monotonic() > watched.not_before:
                 if watched.problem is not None:
                     log.info("served again", extra=self._about(name))
-                watched.attempts, watched.problem = 0, None  # it has lasted
+                watched.attempts, watched.problem, watched.crash, watched.told = 0, None, None, None  # it has lasted
             if watched.scheduler is not None and not watched.scheduler.alive:
                 self._ended(name, watched, watched.scheduler)
             if watched.scheduler is None and time.monotonic() >= watched.not_before:
@@ -141,6 +144,7 @@ class Launcher:
         watched.tended.counters.crashes += 1
         error, former = scheduler.failure, watched.problem
         self._postpone(name, watched, f"its scheduler ended: {_first_line(error)}")
+        watched.crash = watched.problem if watched.attempts > 1 else None  # one may be a restart of the server
         if watched.problem != former and not isinstance(error, psycopg.OperationalError):
             log.error("a scheduler crashed", extra=self._about(name), exc_info=error)
 
@@ -148,23 +152,25 @@ class Launcher:
         """Start a scheduler if the database has a catalog that this release knows, and is not switched off."""
         try:
             with open_connection(self.server.dsn, "launcher", name) as conn:
-                problem = _obstacle(conn)
+                obstacle = _obstacle(conn)
+                crowded = self._crowded()
+                if obstacle is None:
+                    _tell_health(conn, watched, crowded or watched.crash)
         except psycopg.Error as error:
             self._postpone(name, watched, f"it cannot be reached: {_first_line(error)}")
             return
-        if problem is not None:
-            if watched.problem != problem and problem != NOT_INSTALLED:
-                log.warning("not served: %s", problem, extra=self._about(name))
-            watched.problem = problem
+        if obstacle is not None:
+            if watched.problem != obstacle and obstacle != NOT_INSTALLED:
+                log.warning("not served: %s", obstacle, extra=self._about(name))
+            watched.problem = obstacle
             # Most databases of a server may have nothing to do with us: looked at more and more seldom.
             watched.attempts = min(watched.attempts + 1, 6)
             watched.not_before = time.monotonic() + self.config.list_seconds * (
-                watched.attempts if problem == NOT_INSTALLED else 1
+                watched.attempts if obstacle == NOT_INSTALLED else 1
             )
             return
-        most = max((settings.most_databases for settings in self.settings), default=0)
-        if most and sum(other.scheduler is not None for other in self.databases.values()) >= most:
-            self._postpone(name, watched, f"pg_trickle.max_databases is {most}")
+        if crowded is not None:
+            self._postpone(name, watched, crowded)
             return
         if watched.tended is None:
             workers = Workers(self.server.dsn, name, self.service_id)
@@ -174,6 +180,11 @@ class Launcher:
         if watched.problem is None or watched.attempts == 0:
             log.info("scheduler started", extra=self._about(name))
         watched.not_before = time.monotonic() + LONGEST_BACKOFF  # until then it may be crashing again and again
+
+    def _crowded(self) -> str | None:
+        most = max((settings.most_databases for settings in self.settings), default=0)
+        served = sum(other.scheduler is not None for other in self.databases.values())
+        return f"pg_trickle.max_databases is {most}" if most and served >= most else None
 
     def _postpone(self, name: str, watched: Watched, problem: str) -> None:
         if watched.problem != problem:
@@ -213,6 +224,13 @@ def _obstacle(conn: psycopg.Connection[Any]) -> str | None:
     if not read_settings(conn).enabled:
         return "pg_trickle.enabled is off"
     return None
+
+
+def _tell_health(conn: psycopg.Connection[Any], watched: Watched, problem: str | None) -> None:
+    """Let the database itself know why it is not served, once for each reason."""
+    if problem is not None and problem != watched.told:
+        conn.execute("SELECT pgtrickle._emit('not_served', NULL, %s)", (Jsonb({"reason": problem}),))
+        watched.told = problem
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from pgtrickle.service.dag import Dag
 from pgtrickle.service.pool import Pool, Task
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.units import Due, Unit, plan_units
+from pgtrickle.service.wake import Waker
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.scheduler")
@@ -32,7 +34,6 @@ PRUNE_SECONDS = 60.0
 AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
-STOP_SECONDS = 0.5  # after which at the latest a scheduler notices that it is to stop
 
 
 @dataclass
@@ -78,6 +79,8 @@ class Scheduler:
         self.counters = self.tended.counters
         self._busy, self._lock = self.tended.busy, self.tended.lock
         self._stop = threading.Event()
+        self._waker: Waker | None = None  # while it runs
+        self._hungry = False  # something is due and cannot be begun before something else ends
         self._dag = Dag()
         self._known: dict[int, datetime] = {}
         self._told_wrong: dict[str, str] = {}
@@ -95,6 +98,7 @@ class Scheduler:
     def stop(self) -> None:
         """End after the present tick; what waits for a worker is dropped, what runs goes on."""
         self._stop.set()
+        self._wake()
 
     def join(self, seconds: float) -> None:
         self._thread.join(seconds)
@@ -105,15 +109,15 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with open_connection(self.workers.dsn, "scheduler", self.database) as conn:
-                self._serve(conn)
+            with Waker() as self._waker, open_connection(self.workers.dsn, "scheduler", self.database) as conn:
+                self._serve(conn, self._waker)
         except BaseException as error:  # told by the launcher, who starts another one
             self.failure = error
         finally:
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
             self.workers.close_idle(0)
 
-    def _serve(self, conn: psycopg.Connection[Any]) -> None:
+    def _serve(self, conn: psycopg.Connection[Any], waker: Waker) -> None:
         lease = Lease(conn, self.service_id, "service", self.lease_seconds)
         lease.ensure()
         # What the scheduler before this one had waiting was dropped with it.
@@ -137,43 +141,49 @@ class Scheduler:
                 if settings.listens != listening:
                     conn.execute("LISTEN pgtrickle_wake" if settings.listens else "UNLISTEN *")
                     listening = settings.listens
-                self.tick(conn, settings)
+                due_in = self.tick(conn, settings)
                 self.counters.ticks += 1
                 self.counters.tick_seconds += time.monotonic() - begin
-                self._wait(conn, settings, max(0.0, settings.interval - (time.monotonic() - begin)))
+                self._wait(conn, waker, settings, min(begin + settings.interval, time.monotonic() + due_in))
         finally:
             if not conn.closed and not conn.broken and not self._busy:
                 lease.end()
 
-    def _wait(self, conn: psycopg.Connection[Any], settings: Settings, seconds: float) -> None:
-        """Until the interval is over, somebody notifies or stops us. The lease is kept, however long the interval."""
-        deadline = time.monotonic() + seconds
+    def _wait(self, conn: psycopg.Connection[Any], waker: Waker, settings: Settings, deadline: float) -> None:
+        """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            for _ in conn.notifies(timeout=min(left, STOP_SECONDS), stop_after=1):
+            if waker.sleep(conn, min(left, BEAT_SECONDS, self.lease_seconds / 3)):
                 return
             self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
 
-    def tick(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+    def tick(self, conn: psycopg.Connection[Any], settings: Settings) -> float:
+        """Begin what is due; in how many seconds something is due that has changes already."""
+        due_in = math.inf
         self.tended.settings = settings
         self.on_settings()
         self._tell_wrong(settings)
         self._beat(conn, settings)
         if not settings.paused and not self.draining:
             self._settle_cron(conn)
-            due = self._due(conn)
+            found = self._due(conn, settings)
+            due = [item for item in found if item.due_in == 0]
+            due_in = min((item.due_in for item in found if item.due_in > 0), default=due_in)
             due += self._altered(conn, {item.pgt_id for item in due})
             if not self._known or any(self._known.get(item.pgt_id) != item.updated_at for item in due):
                 self._load_dag(conn)
             with self._lock:
                 units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
+                self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
             self._dispatch(conn, units, settings)
         self._look_after(conn, settings)
+        return due_in
 
-    def _due(self, conn: psycopg.Connection[Any]) -> list[Due]:
+    def _due(self, conn: psycopg.Connection[Any], settings: Settings) -> list[Due]:
+        parameters = {"service": self.service_id, "ahead": timedelta(seconds=settings.interval)}
         with conn.cursor(row_factory=class_row(Due)) as cursor:
-            return cursor.execute(load_query("tick"), {"service": self.service_id}).fetchall()
+            return cursor.execute(load_query("tick"), parameters).fetchall()
 
     def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
         """Stream tables, a few at a time, whose sources were altered without a change of their rows."""
@@ -195,16 +205,20 @@ class Scheduler:
     def _load_dag(self, conn: psycopg.Connection[Any]) -> None:
         upstream: dict[int, list[int]] = {}
         tables: dict[int, list[str]] = {}
+        asked: dict[int, str] = {}
         self._known = {}
         with conn.cursor(row_factory=dict_row) as cursor:
             for row in cursor.execute(load_query("dag")):
                 self._known[row["pgt_id"]] = row["updated_at"]
                 upstream.setdefault(row["pgt_id"], [])
+                if row["refresh_group"] is not None:
+                    asked[row["pgt_id"]] = row["refresh_group"]
                 if row["upstream"] is not None:
                     upstream[row["pgt_id"]].append(row["upstream"])
                 elif row["source"] is not None:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
-        self._dag = Dag.of(upstream, tables)
+        self._dag = Dag.of(upstream, tables, asked)
+        self.workers.plans.keep(self._known)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
         """Say when those with a cron schedule are due next, after each refresh."""
@@ -257,6 +271,13 @@ class Scheduler:
         with self._lock:
             for unit in units:
                 self._busy.difference_update(unit.ids)
+            hungry = self._hungry
+        if hungry:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waker is not None:
+            self._waker.wake()
 
     # -- what else there is to do ----------------------------------------------------------------------------------------
 

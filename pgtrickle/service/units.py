@@ -26,9 +26,10 @@ class Due:
     pgt_id: int
     asked: bool  # somebody waits for it
     updated_at: datetime  # when its definition changed last
-    seconds: float  # that its last refresh took
+    seconds: float  # of its own in its last refresh, without those it was refreshed with
     starts_over: bool
     tier: str
+    due_in: float = 0.0  # seconds; later ones are told so that they are not looked for too late
 
     @property
     def slow(self) -> bool:

@@ -107,6 +107,8 @@ def test_a_member_that_fails_keeps_all_as_they_were(db: pgtrickle.Database, conn
     assert conn.execute("SELECT * FROM both_ ORDER BY 1").fetchall() == before
     counted = "SELECT pgt_name FROM pgtrickle.pgt_stream_tables WHERE consecutive_errors > 0 OR claimed_by IS NOT NULL"
     assert conn.execute(counted).fetchall() == [("ratio",)]
+    put_off = "SELECT count(*) FROM pgtrickle.pgt_stream_tables WHERE next_due <= clock_timestamp()"
+    assert conn.execute(put_off).fetchone() == (0,), "the others would take it along before its time"
     conn.execute("UPDATE item SET val = val + 1 WHERE id = 1")
     assert not attempt(db).failures
     exact(conn)
@@ -151,3 +153,37 @@ def test_a_partition_attached_meanwhile(database: TestDatabase, db: pgtrickle.Da
     assert attached
     exact(conn)
     assert_equal_to_query(conn, "logs", logs)
+
+
+def test_groups_by_request_are_made_listed_and_dropped(db: pgtrickle.Database, conn: Connection) -> None:
+    conn.execute("SELECT pgtrickle.create_refresh_group('pair', ARRAY['sums', 'tops'], 'repeatable_read')")
+    listed = "SELECT group_name, isolation, members FROM pgtrickle.refresh_groups()"
+    assert conn.execute(listed).fetchall() == [("pair", "repeatable_read", ["public.sums", "public.tops"])]
+    conn.execute("SELECT pgtrickle.drop_refresh_group('pair')")
+    assert conn.execute(listed).fetchall() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "isolation", "told"),
+    [
+        ("pair", ["last"], "repeatable_read", "refresh group pair needs at least two stream tables"),
+        ("pair", ["last", "last"], "repeatable_read", "refresh group pair needs at least two stream tables"),
+        ("pair", ["last", "nobody"], "repeatable_read", "there is no stream table nobody"),
+        ("pair", ["last", "beside"], "read_committed", "isolation cannot be 'read_committed'"),
+        ("", ["last", "beside"], "repeatable_read", "a refresh group needs a name"),
+        ("taken", ["last", "beside"], "repeatable_read", "there is already a refresh group taken"),
+        ("pair", ["last", "sums"], "repeatable_read", "stream table public.sums is in refresh group taken already"),
+    ],
+)
+def test_groups_that_cannot_be(
+    db: pgtrickle.Database, conn: Connection, name: str, members: list[str], isolation: str, told: str
+) -> None:
+    conn.execute("SELECT pgtrickle.create_refresh_group('taken', ARRAY['sums', 'tops'])")
+    with pytest.raises(psycopg.Error) as error:
+        conn.execute("SELECT pgtrickle.create_refresh_group(%s, %s, %s)", (name, members, isolation))
+    assert error.value.diag.message_primary == told
+
+
+def test_a_group_that_is_not_there_cannot_be_dropped(db: pgtrickle.Database, conn: Connection) -> None:
+    with pytest.raises(psycopg.errors.UndefinedObject, match="there is no refresh group 'nobody'"):
+        conn.execute("SELECT pgtrickle.drop_refresh_group('nobody')")

@@ -137,6 +137,39 @@ def test_readers_of_a_diamond_never_see_half_of_a_change(database: TestDatabase,
     assert value(shop, "SELECT count(*) FROM pgtrickle.pgt_jobs WHERE kind = 'GROUP' AND status = 'SUCCEEDED'") >= 3
 
 
+def test_readers_of_a_group_by_request_never_see_half_of_a_transfer(database: TestDatabase, shop: Connection) -> None:
+    """Two tables that have nothing in common but the transactions that write both."""
+    balances = "SELECT count(*) AS n, sum(amount) AS total FROM {}"
+    for name, table in (("here", "account_1"), ("there", "account_2")):
+        shop.execute(f"CREATE TABLE {table} (id int PRIMARY KEY, amount int)".encode())
+        shop.execute(f"INSERT INTO {table} SELECT i, 100 FROM generate_series(1, 50) AS i".encode())
+        create(shop, name, balances.format(table))
+    shop.execute("SELECT pgtrickle.create_refresh_group('money', ARRAY['here', 'there'])")
+    seen: set[tuple[Any, ...]] = set()
+    over = threading.Event()
+
+    def look() -> None:
+        with psycopg.connect(database.dsn, autocommit=True) as reader:
+            while not over.is_set():
+                row = reader.execute("SELECT h.total, t.total FROM here AS h, there AS t").fetchone()
+                if row is not None:
+                    seen.add(row)
+
+    with running_service(database.dsn, database.name):
+        fresh(shop, "here", "there")
+        watching = threading.Thread(target=look)
+        watching.start()
+        for i in range(1, 7):
+            with shop.transaction():
+                shop.execute("UPDATE account_1 SET amount = amount - 7 WHERE id = %s", (i,))
+                shop.execute("UPDATE account_2 SET amount = amount + 7 WHERE id = %s", (i,))
+            fresh(shop, "here", "there")
+        over.set()
+        watching.join()
+    assert len(seen) >= 3, "the reader saw several states"
+    assert {here + there for here, there in seen} == {10_000}
+
+
 def test_a_stream_table_that_fails_is_suspended_and_the_others_go_on(database: TestDatabase, shop: Connection) -> None:
     with running_service(database.dsn, database.name), psycopg.connect(database.dsn, autocommit=True) as listener:
         listener.execute("LISTEN pgtrickle_alert")
@@ -258,6 +291,22 @@ def test_settings_are_read_anew_and_wrong_ones_are_told(database: TestDatabase, 
             )
             until(lambda: service.launchers[0].databases[database.name].problem == "pg_trickle.enabled is off")
             admin.execute(sql.SQL("ALTER DATABASE {} RESET ALL").format(sql.Identifier(database.name)))
+        create(shop, "totals", TOTALS)
+        fresh(shop, "totals")
+
+
+def test_a_scheduler_that_crashes_again_and_again_is_told_in_the_database(
+    database: TestDatabase, shop: Connection
+) -> None:
+    health = "SELECT detail FROM pgtrickle.health_check() WHERE check_name = 'scheduler'"
+    with running_service(database.dsn, database.name) as service:
+        until(lambda: value(shop, "SELECT services FROM pgtrickle.health_summary()") == 1)
+        shop.execute("ALTER FUNCTION pgtrickle._tier(text, timestamptz) RENAME TO _gone")
+        until(lambda: "function pgtrickle._tier" in value(shop, health))
+        watched = service.launchers[0].databases[database.name]
+        assert watched.tended is not None
+        assert watched.tended.counters.crashes >= 2
+        shop.execute("ALTER FUNCTION pgtrickle._gone(text, timestamptz) RENAME TO _tier")
         create(shop, "totals", TOTALS)
         fresh(shop, "totals")
 

@@ -46,3 +46,10 @@ def test_a_long_chain_and_a_ladder_of_diamonds() -> None:
     for i in range(0, 120, 3):
         ladder |= {i + 1: [i], i + 2: [i], i + 3: [i + 1, i + 2]}
     assert len(Dag.of(ladder, {0: ["a"]}).groups[0]) == 121
+
+
+def test_groups_by_request_bring_along_what_they_read() -> None:
+    upstream = {2: [1], 3: [2], 6: [5]}
+    tables = {1: ["a"], 4: ["b"], 5: ["c"], 7: ["c"], 8: ["c"]}
+    dag = Dag.of(upstream, tables, {3: "one", 4: "one", 6: "other", 7: "other"})
+    assert set(dag.groups.values()) == {frozenset({1, 2, 3, 4}), frozenset({5, 6, 7})}

@@ -5,16 +5,17 @@ WITH moved AS (
         status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
         claimed_by = NULL, consecutive_errors = 0, last_error = NULL, polled = %(polled)s, fuse_passes = false,
-        last_seconds = %(seconds)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
+        last_seconds = %(cost)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
         full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
         -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
         row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0
                            THEN coalesce(0.7 * row_seconds + 0.3 * %(cost)s / %(changes)s, %(cost)s / %(changes)s)
                            WHEN %(by_cost)s THEN 0.9 * row_seconds ELSE row_seconds END,
-        -- A refresh that takes longer than its schedule would leave no time for anything else.
+        -- A refresh that takes longer than its schedule would leave no time for anything else. As far as needed, not further.
         stretch = CASE WHEN every IS NULL OR NOT %(backoff)s THEN 1
-                       WHEN %(seconds)s > 0.95 * extract(epoch FROM every) THEN least(8, stretch * 2)
-                       ELSE greatest(1, stretch / 2) END,
+                       WHEN %(seconds)s > 0.95 * extract(epoch FROM every) * stretch THEN least(8, stretch * 2)
+                       WHEN %(seconds)s < 0.8 * extract(epoch FROM every) * stretch / 2 THEN greatest(1, stretch / 2)
+                       ELSE stretch END,
         next_due = CASE WHEN every IS NULL THEN 'infinity' ELSE %(time)s + every * stretch END,
         data_version = data_version + CASE WHEN %(changed)s THEN 1 ELSE 0 END
     WHERE pgt_id = %(id)s

@@ -1,5 +1,7 @@
 -- What there is to do now: stream tables that were asked for, whose sources changed, or that are due without a change;
 -- and behind them those that read them. Costs as much as there is to do, however many stream tables are idle.
+-- Also those that have changes and are due before the next look: they say when that is. One that reads a stream table which
+-- is due now goes along with it, a little early: level by level they would be late by the time that all levels take.
 WITH RECURSIVE active AS MATERIALIZED (
     SELECT DISTINCT source_stable_name, xid FROM pgtrickle_changes.pgt_activity
 ), newest AS (
@@ -13,13 +15,14 @@ WITH RECURSIVE active AS MATERIALIZED (
         SELECT pgt_id, false, true FROM pgtrickle.pgt_stream_tables WHERE polled OR reinit_reason IS NOT NULL
     ) AS each GROUP BY 1
 ), free AS NOT MATERIALIZED (
-    SELECT s.*, s.status IN ('ACTIVE', 'INITIALIZING') AND s.tier IS DISTINCT FROM 'frozen' AND s.next_due <= clock_timestamp() AS may
+    SELECT s.*, s.status IN ('ACTIVE', 'INITIALIZING') AND s.tier IS DISTINCT FROM 'frozen'
+               AND s.next_due <= clock_timestamp() + %(ahead)s AS may
     FROM pgtrickle.pgt_stream_tables s
     WHERE (s.claimed_by IS NULL OR s.claimed_by = %(service)s
            OR NOT EXISTS (SELECT FROM pgtrickle.pgt_services h
                           WHERE h.service_id = s.claimed_by AND h.lease_expires > clock_timestamp()))
 ), due AS (
-    SELECT s.pgt_id, s.pgt_relid, c.asked
+    SELECT s.pgt_id, s.pgt_relid, c.asked, c.asked OR s.next_due <= clock_timestamp() AS now
     FROM candidate c JOIN free s USING (pgt_id)
     WHERE c.asked
        OR s.may AND (c.unprompted OR EXISTS (
@@ -32,7 +35,7 @@ WITH RECURSIVE active AS MATERIALIZED (
                                   AND NOT pg_visible_in_snapshot(a.xid::text::xid8, (s.frontier ->> 'snapshot')::pg_snapshot)
                                   AND a.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint))))
 ), reached AS (
-    SELECT pgt_id, pgt_relid FROM due
+    SELECT pgt_id, pgt_relid FROM due WHERE now
     UNION
     SELECT s.pgt_id, s.pgt_relid
     FROM reached r
@@ -42,6 +45,8 @@ WITH RECURSIVE active AS MATERIALIZED (
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.last_seconds, 0) AS seconds,
        s.reinit_reason IS NOT NULL AS starts_over,
-       pgtrickle._tier(s.tier, s.last_change_at) AS tier
-FROM reached JOIN pgtrickle.pgt_stream_tables s USING (pgt_id) LEFT JOIN due USING (pgt_id)
+       pgtrickle._tier(s.tier, s.last_change_at) AS tier,
+       CASE WHEN reached.pgt_id IS NOT NULL THEN 0
+            ELSE greatest(0, extract(epoch FROM s.next_due - clock_timestamp()))::double precision END AS due_in
+FROM reached FULL JOIN due USING (pgt_id) JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
 ORDER BY s.pgt_id;

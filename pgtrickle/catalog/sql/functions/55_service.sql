@@ -31,6 +31,19 @@ AS $$
     ORDER BY 1
 $$;
 
+-- Why a service could not look after this database when it last tried; nothing if one has since.
+CREATE OR REPLACE FUNCTION pgtrickle._not_served() RETURNS TABLE (reason text, lately boolean)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT e.payload ->> 'reason', e.at > now() - interval '10 minutes'
+    FROM pgtrickle.pgt_events AS e
+    -- One that crashes again and again is seen in between.
+    WHERE e.event = 'not_served'
+      AND e.at > coalesce((SELECT max(h.last_seen) FROM pgtrickle.pgt_services AS h WHERE h.kind = 'service'), '-infinity')
+                 - interval '1 minute'
+    ORDER BY e.at DESC LIMIT 1
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._refresh_payload(h pgtrickle.pgt_refresh_history) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

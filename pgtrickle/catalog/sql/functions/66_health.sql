@@ -127,10 +127,16 @@ AS $$
         SELECT s.*, n.full_name FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
     ), alert AS MATERIALIZED (
         SELECT pgtrickle._used_setting('buffer_alert_threshold')::bigint AS threshold
+    ), refusal AS MATERIALIZED (
+        SELECT * FROM pgtrickle._not_served()
     )
     SELECT 'service', CASE service.scheduler_status WHEN 'DISABLED' THEN 'WARN' ELSE 'ERROR' END,
-           'no service looks after this database', 'Start one: pgtrickle run'
-    FROM service WHERE service.services = 0
+           'no service looks after this database' || coalesce('; one could not: ' || refusal.reason, ''),
+           CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run' ELSE 'Mend that, or see the log of the service.' END
+    FROM service LEFT JOIN refusal ON true WHERE service.services = 0
+    UNION ALL
+    SELECT 'scheduler', 'WARN', 'a service is in trouble here: ' || refusal.reason, 'See the log of the service.'
+    FROM service JOIN refusal ON true WHERE service.services > 0 AND refusal.lately
     UNION ALL
     SELECT 'scheduler', 'WARN', 'pg_trickle.enabled is off: nothing is refreshed', 'Set pg_trickle.enabled to on where it was set to off.'
     FROM service WHERE service.scheduler_status = 'DISABLED'

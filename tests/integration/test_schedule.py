@@ -1,0 +1,134 @@
+"""When stream tables are refreshed: what a tick finds due now, what soon, and what long refreshes change of it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgtrickle
+from pgtrickle.service.pool import Pool
+from pgtrickle.service.scheduler import Scheduler, Tended
+from pgtrickle.service.settings import read_settings
+from pgtrickle.service.wake import Waker
+from pgtrickle.service.worker import Workers
+from tests.support.database import TestDatabase
+
+Connection = psycopg.Connection[Any]
+
+QUERIES = {
+    "totals": "SELECT grp, count(*) AS n FROM item GROUP BY grp",
+    "over": "SELECT sum(n) AS n FROM totals",
+    "apart": "SELECT id FROM other",
+}
+
+
+@pytest.fixture
+def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        conn.execute("CREATE TABLE item (id int PRIMARY KEY, grp int)")
+        conn.execute("CREATE TABLE other (id int PRIMARY KEY)")
+        for name, query in QUERIES.items():
+            db.create_stream_table(name, query, schedule="1s", initialize=False)
+        db.refresh(list(QUERIES))
+        conn.execute("SELECT pgtrickle.set('scheduler_interval_ms', '60000')")
+        yield db
+
+
+@pytest.fixture
+def scheduler(database: TestDatabase) -> Scheduler:
+    """Without a worker, so that what it begins stays where it can be seen."""
+    return Scheduler(Tended("test", Workers(database.dsn, database.name, uuid.uuid4())), Pool(0), 30.0)
+
+
+def due_after(conn: Connection, name: str, seconds: int) -> None:
+    conn.execute(
+        "UPDATE pgtrickle.pgt_stream_tables SET next_due = clock_timestamp() + make_interval(secs => %s) WHERE pgt_name = %s",
+        (seconds, name),
+    )
+
+
+def begun(conn: Connection) -> set[str]:
+    rows = conn.execute(
+        "SELECT s.pgt_name FROM pgtrickle.pgt_jobs j JOIN pgtrickle.pgt_stream_tables s ON s.pgt_id = ANY (j.pgt_ids)"
+    ).fetchall()
+    return {name for (name,) in rows}
+
+
+def test_what_has_changes_says_when_it_is_due(db: pgtrickle.Database, conn: Connection, scheduler: Scheduler) -> None:
+    assert scheduler.tick(conn, read_settings(conn)) == math.inf
+    conn.execute("INSERT INTO item VALUES (1, 1)")
+    due_after(conn, "totals", 40)
+    due_after(conn, "over", 40)
+    assert 0 < scheduler.tick(conn, read_settings(conn)) <= 40
+    due_after(conn, "totals", 300)  # after the next tick: no matter for this one
+    assert scheduler.tick(conn, read_settings(conn)) == math.inf
+    assert begun(conn) == set()
+
+
+def test_readers_of_what_is_due_go_along(db: pgtrickle.Database, conn: Connection, scheduler: Scheduler) -> None:
+    conn.execute("INSERT INTO item VALUES (1, 1)")
+    conn.execute("INSERT INTO other VALUES (1)")
+    due_after(conn, "totals", 0)
+    due_after(conn, "over", 30)
+    due_after(conn, "apart", 30)
+    assert 0 < scheduler.tick(conn, read_settings(conn)) <= 30
+    assert begun(conn) == {"totals", "over"}
+
+
+def test_a_reader_with_a_long_schedule_does_not_go_along(
+    db: pgtrickle.Database, conn: Connection, scheduler: Scheduler
+) -> None:
+    conn.execute("INSERT INTO item VALUES (1, 1)")
+    due_after(conn, "totals", 0)
+    due_after(conn, "over", 300)
+    assert scheduler.tick(conn, read_settings(conn)) == math.inf
+    assert begun(conn) == {"totals"}
+
+
+@pytest.mark.parametrize(
+    ("every", "before", "after"),
+    [
+        ("1 microsecond", 1, 2),
+        ("1 microsecond", 8, 8),
+        ("1 hour", 4, 2),
+        ("1 hour", 1, 1),
+    ],
+)
+def test_a_schedule_is_stretched_as_far_as_needed(
+    db: pgtrickle.Database, conn: Connection, every: str, before: float, after: float
+) -> None:
+    conn.execute("INSERT INTO item VALUES (1, 1)")
+    conn.execute(
+        "UPDATE pgtrickle.pgt_stream_tables SET every = %s, stretch = %s WHERE pgt_name = 'totals'", (every, before)
+    )
+    db.refresh("totals")
+    row = conn.execute("SELECT stretch FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'totals'").fetchone()
+    assert row == (after,)
+
+
+def test_a_sleep_ends_early_for_a_thread_and_for_a_notification(conn: Connection) -> None:
+    with Waker() as waker:
+        threading.Timer(0.05, waker.wake).start()
+        assert waker.sleep(conn, 60)
+        assert not waker.sleep(conn, 0.01), "it was woken once"
+        waker.wake()
+        assert waker.sleep(conn, 60), "woken before it fell asleep"
+        conn.execute("LISTEN somebody")
+        with psycopg.connect(conn.info.dsn, autocommit=True) as other:
+            other.execute("NOTIFY somebody")
+        assert waker.sleep(conn, 60)
+    waker.wake()  # too late, and nobody minds
+
+
+def test_a_sleep_over_a_connection_that_is_lost(conn: Connection) -> None:
+    with Waker() as waker, psycopg.connect(conn.info.dsn, autocommit=True) as mine:
+        conn.execute("SELECT pg_terminate_backend(%s)", (mine.info.backend_pid,))
+        with pytest.raises(psycopg.OperationalError):
+            waker.sleep(mine, 60)
