@@ -107,7 +107,7 @@ def _create(bench: Bench, queries: dict[str, str], say: Callable[[str], None]) -
 def _change(conn: psycopg.Connection[Any], tables: Sequence[str], chance: random.Random) -> None:
     for name in tables:
         conn.execute(
-            sql.SQL("UPDATE {} SET val = (val + 7) % 1000, grp = (grp + 1) % 10 WHERE id = ANY (%s)").format(
+            sql.SQL("UPDATE {} SET val = (val + 7) %% 1000, grp = (grp + 1) %% 10 WHERE id = ANY (%s)").format(
                 sql.Identifier(name)
             ),
             (chance.sample(range(1, 5001), CHANGES),),
