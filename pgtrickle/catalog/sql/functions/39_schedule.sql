@@ -25,15 +25,16 @@ LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE needed (pgt_id, every) AS (
         SELECT s.pgt_id, pgtrickle._duration(s.schedule) FROM pgtrickle.pgt_stream_tables AS s
-        WHERE pgtrickle._duration(s.schedule) IS NOT NULL
+        WHERE s.schedule <> 'calculated' AND pgtrickle._duration(s.schedule) IS NOT NULL
         UNION
         SELECT u.pgt_id, n.every FROM needed AS n
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = n.pgt_id
         JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
         WHERE u.schedule = 'calculated'
     ), settled AS (
-        SELECT s.pgt_id, coalesce(min(n.every), CASE WHEN s.schedule = 'calculated' THEN
-                   make_interval(secs => pgtrickle._setting('default_schedule_seconds')::integer) END) AS every
+        -- The setting is read once: looking for one in all its places takes as long as a hundred stream tables here.
+        SELECT s.pgt_id, coalesce(min(n.every), CASE WHEN s.schedule = 'calculated' THEN (
+                   SELECT make_interval(secs => pgtrickle._setting('default_schedule_seconds')::integer)) END) AS every
         FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN needed AS n USING (pgt_id)
         GROUP BY s.pgt_id
     )

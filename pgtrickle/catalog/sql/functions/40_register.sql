@@ -258,8 +258,10 @@ BEGIN
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone.pgt_id);
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone.pgt_id);
     END LOOP;
+    IF FOUND THEN
+        PERFORM pgtrickle._settle_schedules();
+    END IF;
     PERFORM pgtrickle._untrack_unused();
-    PERFORM pgtrickle._settle_schedules();
 END
 $$;
 
