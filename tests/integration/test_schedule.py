@@ -145,3 +145,18 @@ def test_schedules_are_settled_without_looking_up_a_setting_for_each(
         admin.execute("SELECT pgtrickle._settle_schedules()")
         calls = "SELECT sum(pg_stat_get_xact_function_calls(oid)) FROM pg_proc WHERE proname = '_setting'"
         assert admin.execute(calls).fetchone() == (1,)
+
+
+def test_who_is_refreshed_with_others_is_not_slow_for_it(db: pgtrickle.Database, conn: Connection) -> None:
+    """By the time that all took together each would count as slow, and from then on be refreshed alone."""
+    names = [f"many_{i}" for i in range(12)]
+    for i, name in enumerate(names):
+        db.create_stream_table(name, f"SELECT id, grp + {i} AS grp FROM item WHERE id > {i}", initialize=False)
+    db.refresh(names)
+    conn.execute("INSERT INTO item SELECT i, i FROM generate_series(1, 50) AS i")
+    db.refresh(names)
+    row = conn.execute(
+        "SELECT sum(own_seconds) <= 1.1 * max(last_seconds), max(own_seconds) < 0.5 * max(last_seconds)"
+        " FROM pgtrickle.pgt_stream_tables WHERE pgt_name LIKE 'many%'"
+    ).fetchone()
+    assert row == (True, True)

@@ -5,7 +5,7 @@ WITH moved AS (
         status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
         claimed_by = NULL, consecutive_errors = 0, last_error = NULL, polled = %(polled)s, fuse_passes = false,
-        last_seconds = %(cost)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
+        last_seconds = %(seconds)s, own_seconds = %(cost)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
         full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
         -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
         row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0

@@ -43,7 +43,7 @@ WITH RECURSIVE active AS MATERIALIZED (
     JOIN free s ON s.pgt_id = d.pgt_id
     WHERE s.may
 )
-SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.last_seconds, 0) AS seconds,
+SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
        s.reinit_reason IS NOT NULL AS starts_over,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        CASE WHEN reached.pgt_id IS NOT NULL THEN 0
