@@ -26,6 +26,8 @@ MINUTES = float(os.environ.get("PGTRICKLE_SOAK_MINUTES", "20"))
 # The last part has changes only: there memory, connections and the server's catalog must stand still.
 STEADY_SHARE = 0.4
 MEMORY_GROWTH = 1.15
+PACE = 0.05  # seconds between two things that somebody does
+MOST_COLUMNS = 1000  # ever added to a table: dropped ones count too, and 1,600 are all there are
 
 QUERIES = {
     "totals": "SELECT grp, count(*) AS n, sum(val) AS total FROM item GROUP BY grp",
@@ -59,6 +61,7 @@ class Chaos:
         self.conn = conn
         self.chance = random.Random(seed)
         self.number = 10_000
+        self.columns = 0
 
     def change(self) -> None:
         for _ in range(self.chance.randrange(1, 6)):
@@ -77,13 +80,14 @@ class Chaos:
     def alter(self) -> None:
         self.number += 1
         n = self.number
+        widened = [
+            f"ALTER TABLE item ADD COLUMN extra_{n} {self.chance.choice(['int DEFAULT 1', 'float DEFAULT random()'])}",
+            f"ALTER TABLE item DROP COLUMN extra_{n}",
+        ]
+        self.columns += 1
         for statement in self.chance.choice(
             [
-                [f"ALTER TABLE item ADD COLUMN extra_{n} int DEFAULT 1", f"ALTER TABLE item DROP COLUMN extra_{n}"],
-                [
-                    f"ALTER TABLE item ADD COLUMN extra_{n} float DEFAULT random()",
-                    f"ALTER TABLE item DROP COLUMN extra_{n}",
-                ],
+                *([widened] * 2 if self.columns < MOST_COLUMNS else []),
                 ["ALTER TABLE kind RENAME COLUMN name TO label", "ALTER TABLE kind RENAME COLUMN label TO name"],
                 [
                     f"CREATE TABLE log_{n} AS SELECT i AS id, {n} AS day FROM generate_series(1, 5) AS i",
@@ -119,10 +123,11 @@ def test_everything_at_once(database: TestDatabase, shop: Connection, tmp_path: 
             life = time.monotonic() + chaos.chance.uniform(40, 120)
             while time.monotonic() < min(life, wild):
                 chaos.change()
-                if chaos.chance.random() < 0.15:
+                if chaos.chance.random() < 0.05:
                     chaos.alter()
-                if chaos.chance.random() < 0.02:
+                if chaos.chance.random() < 0.003:
                     chaos.disconnect()
+                time.sleep(PACE)
             if chaos.chance.random() < 0.5:
                 _exact(shop)
     with ServiceProcess(tmp_path, server) as process:
@@ -161,7 +166,7 @@ def _steady(conn: Connection, chaos: Chaos, process: ServiceProcess, seconds: fl
     early: tuple[float, tuple[int, ...]] | None = None
     while (passed := time.monotonic() - began) < seconds:
         chaos.change()
-        time.sleep(0.05)  # the pace of the writer
+        time.sleep(PACE)
         if early is None and passed > seconds / 2:
             early = _memory(process), _catalog(conn)
     assert early is not None
