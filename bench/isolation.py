@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psycopg
-from psycopg import sql
 from rich.console import Console
 
 import pgtrickle
@@ -61,10 +60,8 @@ def run(bench: Bench, seconds: float, say: Callable[[str], None]) -> Isolation:
 
 
 def _prepare(bench: Bench, name: str) -> str:
-    bench.admin.execute(sql.SQL("CREATE DATABASE {} OWNER app TEMPLATE template0").format(sql.Identifier(name)))
-    dsn = psycopg.conninfo.make_conninfo(bench.conn.info.dsn, dbname=name)
+    dsn = bench.new_database(name)
     with pgtrickle.connect(dsn) as db:
-        db.install()
         db.conn.execute("CREATE TABLE event (id bigserial PRIMARY KEY, grp int, val int, at timestamptz)")
         db.conn.execute("CREATE TABLE locked (id bigserial PRIMARY KEY, grp int)")
         for stream_table, query in _HEALTHY.items():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+from psycopg import sql
 
 import pgtrickle
 from pgtrickle.api import Database
@@ -32,6 +33,14 @@ class Bench:
     db: Database
     conn: psycopg.Connection[Any]  # the writer's
     admin: psycopg.Connection[Any]
+
+    def new_database(self, name: str) -> str:
+        """One more database of that role, with the catalog in it; gives its DSN."""
+        self.admin.execute(sql.SQL("CREATE DATABASE {} OWNER app TEMPLATE template0").format(sql.Identifier(name)))
+        dsn = psycopg.conninfo.make_conninfo(self.conn.info.dsn, dbname=name)
+        with pgtrickle.connect(dsn) as db:
+            db.install()
+        return dsn
 
     def settle(self) -> None:
         """Write out what earlier statements left, so that the next one does not pay for it."""

@@ -1,4 +1,4 @@
-"""Stream tables that read each other, refreshed as one: readers see all of them before the refresh or all after it."""
+"""Several stream tables refreshed as one: readers see all of them before the refresh or all after it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NotTogetherError(Exception):
 
 
 def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str) -> Outcome | None:
-    """Refresh levels that read each other in one transaction, all at the same snapshot; one fails, all do.
+    """Refresh all levels in one transaction, at the same snapshot; one fails, all do.
 
     A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
     large refresh (other connections read for it), or sources that were altered. Then each level commits for itself.
@@ -56,7 +56,7 @@ def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_
             failed = [work for work in works if work.error is not None and not isinstance(work.error, Diverged)]
             engine.give_up(failed, None, initiated_by, ids)
     failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
-    _wait_for(engine.conn, ids, list(failures))
+    _put_off(engine.conn, ids, list(failures))
     return Outcome(failures=failures)
 
 
@@ -64,7 +64,7 @@ def _lost(conn: psycopg.Connection[Any]) -> bool:
     return conn.broken or conn.closed
 
 
-def _wait_for(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence[int]) -> None:
+def _put_off(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence[int]) -> None:
     """Who is healthy is put off as long as those that failed: it would only bring them along too early."""
     conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET next_due = greatest(next_due, (SELECT max(f.next_due)"
@@ -140,7 +140,7 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
 
 
 def _blame(works: Sequence[Work], error: Exception) -> None:
-    """What nobody in particular has done, all have."""
+    """An error that belongs to no stream table in particular counts for all of them."""
     if all(work.error is None for work in works):
         for work in works:
             work.error = error

@@ -177,6 +177,7 @@ class Engine:
 
     @staticmethod
     def altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
+        """Those whose sources have other partitions or capture triggers than when they were read."""
         names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
         if not names:
             return []
