@@ -2,6 +2,9 @@
 
 Rows carry their weight in `w`; columns carry only the forms that something above reads. Fragments that turned out empty
 take the operators above them with them, so that a text holds only what can contribute.
+
+A text can be **shared** by stream tables whose plans differ in their fragments alone: the rows of all of them stand in the same
+tables, each with the number of its stream table in `st`, and no operator brings rows of different numbers together.
 """
 
 from __future__ import annotations
@@ -45,17 +48,24 @@ def fragment_forms(plan: Plan, wanted: Forms) -> dict[Fragment, Forms]:
     return found
 
 
-def compile_spark(plan: Plan, wanted: Forms, tables: Tables) -> str | None:
+SHARED = ("st",)  # what the rows of a shared text have besides
+
+
+class NotShareableError(Exception):
+    """A plan whose result for no rows is a row."""
+
+
+def compile_spark(plan: Plan, wanted: Forms, tables: Tables, shared: tuple[str, ...] = ()) -> str | None:
     """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
 
     `tables` gives a query for a fragment's rows, or None where the fragment is empty.
     """
-    return _SparkCompiler(tables, {}).rows(plan, wanted)
+    return _SparkCompiler(tables, {}, shared).rows(plan, wanted)
 
 
-def consolidated(rows: str, forms: Forms) -> str:
+def _consolidated(rows: str, forms: Forms, shared: tuple[str, ...]) -> str:
     """Equal rows become one with the sum of their weights; zeros go."""
-    names = _names(forms)
+    names = [*shared, *_names(forms)]
     group = f" GROUP BY {', '.join(names)}" if names else ""
     return f"SELECT {', '.join([*names, 'sum(w) AS w'])} FROM ({rows}){group} HAVING sum(w) <> 0"
 
@@ -68,6 +78,12 @@ def _names(forms: Iterable[tuple[Column, Form]]) -> list[str]:
 class _SparkCompiler:
     tables: Tables | None
     found: dict[Fragment, Forms]
+    shared: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._left = [f"l.{name} AS {name}" for name in self.shared]
+        self._left_group = [f"l.{name}" for name in self.shared]
+        self._same = "".join(f" AND l.{name} = r.{name}" for name in self.shared)
 
     def rows(self, plan: Plan, wanted: Forms) -> str | None:
         match plan:
@@ -77,7 +93,7 @@ class _SparkCompiler:
             case Filter(input=child, condition=condition):
                 text, needed = _condition(child.columns, condition)
                 rows = self.rows(child, wanted | needed)
-                return None if rows is None else f"{_select(wanted)} FROM ({rows}) WHERE {text}"
+                return None if rows is None else f"{self._select(wanted)} FROM ({rows}) WHERE {text}"
             case Project():
                 return self._project(plan, wanted)
             case UnionAll(inputs=inputs, columns=columns):
@@ -92,8 +108,8 @@ class _SparkCompiler:
                 other = self.rows(right, _of(right, wanted | needed))
                 if one is None or other is None:
                     return None
-                items = [*_names(wanted), "l.w * r.w AS w"]
-                return f"SELECT {', '.join(items)} FROM ({one}) l JOIN ({other}) r ON {text}"
+                items = [*self._left, *_names(wanted), "l.w * r.w AS w"]
+                return f"SELECT {', '.join(items)} FROM ({one}) l JOIN ({other}) r ON ({text}){self._same}"
             case Exists():
                 return self._exists(plan, wanted)
             case Flip():
@@ -120,7 +136,7 @@ class _SparkCompiler:
         if rows is None or all(name == value for name, value in items.items()):
             return rows
         parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
-        return f"SELECT {', '.join([*parts, 'w'])} FROM ({rows})"
+        return f"SELECT {', '.join([*self.shared, *parts, 'w'])} FROM ({rows})"
 
     def _union(self, terms: Sequence[tuple[Plan, int]], columns: tuple[Column, ...], wanted: Forms) -> str | None:
         position = {column.id: i for i, column in enumerate(columns)}
@@ -135,7 +151,7 @@ class _SparkCompiler:
                 return rows
             items = [f"{theirs} AS {mine}" for mine, theirs in named]
             weight = "-w AS w" if sign < 0 else "w"
-            selects.append(f"SELECT {', '.join([*items, weight])} FROM ({rows})")
+            selects.append(f"SELECT {', '.join([*self.shared, *items, weight])} FROM ({rows})")
         return " UNION ALL ".join(selects) if selects else None
 
     def _exists(self, plan: Exists, wanted: Forms) -> str | None:
@@ -147,12 +163,14 @@ class _SparkCompiler:
             return None
         kept = _names(_of(plan.left, wanted))
         if others is None:
-            return f"SELECT {', '.join([*kept, *_marks('false', plan.mark, wanted), 'w'])} FROM ({rows})"
-        grouped = [*_names(mine), "l.w"]
+            items = [*self.shared, *kept, *_marks("false", plan.mark, wanted), "w"]
+            return f"SELECT {', '.join(items)} FROM ({rows})"
+        grouped = [*self._left_group, *_names(mine), "l.w"]
         marks = _marks("coalesce(sum(r.w), 0) > 0", plan.mark, wanted)
         return (
-            f"SELECT {', '.join([*kept, *marks, 'l.w AS w'])}"
-            f" FROM ({consolidated(rows, mine)}) l LEFT JOIN ({others}) r ON {text} GROUP BY {', '.join(grouped)}"
+            f"SELECT {', '.join([*self._left, *kept, *marks, 'l.w AS w'])}"
+            f" FROM ({_consolidated(rows, mine, self.shared)}) l LEFT JOIN ({others}) r ON ({text}){self._same}"
+            f" GROUP BY {', '.join(grouped)}"
         )
 
     def _flip(self, plan: Flip, wanted: Forms) -> str | None:
@@ -163,17 +181,17 @@ class _SparkCompiler:
         now = self.rows(plan.right, theirs)
         if old is None or change is None:
             return None
-        names = [*_names(theirs), "w"]
+        names = [*self.shared, *_names(theirs), "w"]
         tagged = f"SELECT {', '.join(names)}, true AS changed FROM ({change})"
         if now is not None:
             tagged += f" UNION ALL SELECT {', '.join(names)}, false AS changed FROM ({now})"
-        grouped = [*_names(mine), "l.w"]
+        grouped = [*self._left_group, *_names(mine), "l.w"]
         counts = (
-            f"SELECT {', '.join([*_names(mine), 'l.w AS w'])}, sum(IF(r.changed, 0, r.w)) AS pgt_now,"
-            f" sum(IF(r.changed, r.w, 0)) AS pgt_moved FROM ({consolidated(old, mine)}) l JOIN ({tagged}) r ON {text}"
-            f" GROUP BY {', '.join(grouped)}"
+            f"SELECT {', '.join([*self._left, *_names(mine), 'l.w AS w'])}, sum(IF(r.changed, 0, r.w)) AS pgt_now,"
+            f" sum(IF(r.changed, r.w, 0)) AS pgt_moved FROM ({_consolidated(old, mine, self.shared)}) l"
+            f" JOIN ({tagged}) r ON ({text}){self._same} GROUP BY {', '.join(grouped)}"
         )
-        kept = _names(_of(plan.left, wanted))
+        kept = [*self.shared, *_names(_of(plan.left, wanted))]
         marks = _marks("IF(pgt_sign = 1, pgt_now > 0, pgt_now - pgt_moved > 0)", plan.mark, wanted)
         return (
             f"SELECT {', '.join([*kept, *marks, 'w * pgt_sign AS w'])} FROM ({counts})"
@@ -186,17 +204,19 @@ class _SparkCompiler:
         rows = self.rows(plan.input, needed)
         if rows is None and plan.keys:
             return None
+        if self.shared and not plan.keys:
+            raise NotShareableError
         calls = {column.id: call for column, call in plan.calls}
-        items = {}
+        values = {}
         for column, form in wanted:
             name = form_name(column, form)
             if column.id not in keys:
-                items[name] = call_sql(plan, calls[column.id], column, form)
+                values[name] = call_sql(plan, calls[column.id], column, form)
             else:
                 # Of equal values that print differently, the same one whenever the group is computed.
-                items[name] = name if name == form_name(column, "key") else f"min({name})"
-        parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
-        grouped = [form_name(key, "key") for key in plan.keys]
+                values[name] = name if name == form_name(column, "key") else f"min({name})"
+        parts = [f"{value} AS {name}" for name, value in sorted(values.items())]
+        grouped = [*self.shared, *(form_name(key, "key") for key in plan.keys)]
         group = f" GROUP BY {', '.join(grouped)}" if grouped else ""
         if rows is None:
             nothing = "".join(
@@ -206,7 +226,11 @@ class _SparkCompiler:
             rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
         # A call makes one row of a group without keys, also where nothing above reads any of its calls.
         weight = "CAST(1 AS BIGINT)" if grouped else "CAST(1 + 0 * count(*) AS BIGINT)"
-        return f"SELECT {', '.join([*parts, f'{weight} AS w'])} FROM ({consolidated(rows, needed)}){group}"
+        items = ", ".join([*self.shared, *parts, f"{weight} AS w"])
+        return f"SELECT {items} FROM ({_consolidated(rows, needed, self.shared)}){group}"
+
+    def _select(self, wanted: Forms) -> str:
+        return f"SELECT {', '.join([*self.shared, *_names(wanted), 'w'])}"
 
 
 def _marks(value: str, mark: Column, wanted: Forms) -> list[str]:
@@ -238,7 +262,3 @@ def _condition(columns: Sequence[Column], condition: exp.Expression) -> tuple[st
 def _of(plan: Plan, forms: Forms) -> Forms:
     own = {column.id for column in plan.columns}
     return frozenset(pair for pair in forms if pair[0].id in own)
-
-
-def _select(wanted: Forms) -> str:
-    return f"SELECT {', '.join([*_names(wanted), 'w'])}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from sqlglot import exp
@@ -32,19 +32,30 @@ ZERO = "^-?0([.]0*)?$"  # in whatever way it prints
 
 @dataclass(frozen=True)
 class Output:
-    """The delta in Spark SQL: its weight, its values as strings, and what follows FROM.
+    """The delta in Spark SQL: its weight, its values as strings, the rows behind it and what they are grouped by, if at all.
 
     Rows that change nothing are among them: to Spark a HAVING is a quarter of the whole cost, to Arrow it is nothing.
     """
 
     weight: str
     values: tuple[str, ...]
-    source: str
+    rows: str
+    group: tuple[str, ...] | None = None
 
-    def select(self, names: Sequence[str], more: str = "") -> str:
-        items = [f"CAST({self.weight} AS BIGINT) AS w"]
+    def select(self, names: Sequence[str], more: str = "", shared: tuple[str, ...] = ()) -> str:
+        items = [*shared, f"CAST({self.weight} AS BIGINT) AS w"]
         items += [f"{value} AS {name}" for value, name in zip(self.values, names, strict=True)]
-        return f"SELECT {more}{', '.join(items)} FROM {self.source}"
+        group = (*shared, *self.group) if self.group is not None else ()
+        grouped = f" GROUP BY {', '.join(group)}" if group else ""
+        return f"SELECT {more}{', '.join(items)} FROM ({self.rows}){grouped}"
+
+
+@dataclass(frozen=True)
+class SharedText:
+    """A job's text as others might share it: equal for jobs that can."""
+
+    output: Output | None  # None where nothing can come out
+    schemas: tuple[tuple[tuple[str, str], ...], ...] = ()  # of the tables, their columns in order of name
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class Job:
     plain: Callable[[str], Output] | None = None
     adds_up: bool = True  # whether it matters not if equal rows come as one
     sums: tuple[str, ...] = ("w",)  # columns that are all zero where nothing changes
+    texts: dict[frozenset[Fragment], SharedText] = field(default_factory=dict, compare=False)  # by what is not empty
 
     @cached_property
     def fragments(self) -> dict[Fragment, Forms]:
@@ -72,9 +84,9 @@ class Job:
     def fetch(self, fetcher: Fetcher[T]) -> dict[Fragment, T]:
         return {fragment: fetcher.table(fragment.plan) for fragment in self.fragments}
 
-    def output(self, tables: Tables) -> Output | None:
+    def output(self, tables: Tables, shared: tuple[str, ...] = ()) -> Output | None:
         """The delta over these rows, or None where nothing can come out."""
-        rows = compile_spark(self.plan, self.forms, tables)
+        rows = compile_spark(self.plan, self.forms, tables, shared)
         if rows is None:
             return None
         if self.plain is not None and self.stored is not None and tables(self.stored) is None:
@@ -91,13 +103,12 @@ def rows_job(plan: Plan, columns: Sequence[Column], placement: Placement) -> Job
 def _rows(placed: Plan, columns: Sequence[Column]) -> Job:
     forms = forms_of(columns)
     values = tuple(form_name(column, "text") for column in columns)
-    group = f" GROUP BY {', '.join(values)}" if values else ""
 
     def net(rows: str) -> Output:
-        return Output("w", values, f"({rows})")
+        return Output("w", values, rows)
 
     def summed(rows: str) -> Output:
-        return Output("sum(w)", values, f"({rows}){group}")
+        return Output("sum(w)", values, rows, values)
 
     passed_on = isinstance(placed, Fragment)
     names = tuple(column.id for column in columns)
@@ -108,7 +119,7 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     """The change of groups: rows and sums to add."""
     keys = forms_of(linear.keys)
     values: set[tuple[Column, str]] = set()
-    group = ", ".join(form_name(key, "text") for key in linear.keys)
+    group = tuple(form_name(key, "text") for key in linear.keys)
     sums = ["sum(w)"]
     for argument in linear.arguments:
         value, nan = form_name(argument.value, "native"), form_name(argument.nan, "native")
@@ -127,7 +138,7 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     strings = (*(form_name(key, "text") for key in linear.keys), *(f"CAST({item} AS STRING)" for item in sums))
 
     def shape(rows: str) -> Output:
-        return Output("1", strings, f"({rows}) GROUP BY {group}" if group else f"({rows})")
+        return Output("1", strings, rows, group)
 
     forms = frozenset({*keys, *((column, "native") for column, _ in values)})
     counted = tuple(name for name, _ in linear.state_columns)
@@ -184,4 +195,4 @@ def state_job(linear: Linear, placement: Placement) -> Job:
     columns = state.columns
     names = [*(f"k{i}" for i in range(len(linear.keys))), *(column.id for column, _ in calls)]
     values = tuple(form_name(column, "text") for column in columns)
-    return Job(fragment, forms_of(columns), tuple(names), lambda rows: Output("w", values, f"({rows})"), adds_up=False)
+    return Job(fragment, forms_of(columns), tuple(names), lambda rows: Output("w", values, rows), adds_up=False)

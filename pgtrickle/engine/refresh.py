@@ -27,7 +27,7 @@ from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
 from pgtrickle.engine.reading import Reading
-from pgtrickle.engine.relations import Input
+from pgtrickle.engine.sharing import Input
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work

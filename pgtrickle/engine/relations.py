@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from pgtrickle.engine.fetch import Part
 from pgtrickle.engine.formats import spark_types
-from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.sharing import Input, Sharers
 from pgtrickle.query.plan import Fragment
 
 # A few small tables go as one. Each is then found among the rows of all, which many or large ones make slow.
@@ -23,21 +21,13 @@ _LOCAL_BYTES = "spark.sql.execution.arrow.localRelationThreshold"
 _SELECT = "SELECT /*+ COALESCE(1) */"
 
 
-@dataclass(frozen=True)
-class Input:
-    """What one job reads. Fragments that were read together stand in one table."""
-
-    job: Job
-    tables: Mapping[Fragment, pa.Table]
-    parts: Mapping[Fragment, Part]
-
-
 class Relations:
     """Queries for the fragments of some jobs, and the tables behind them."""
 
-    def __init__(self, jobs: Sequence[Input], prefix: str) -> None:
+    def __init__(self, sharers: Sequence[Sharers], prefix: str) -> None:
         self._prefix = prefix  # of the names that Spark knows them by
-        self._together = len(jobs) > 1
+        jobs = [item for some in sharers for item in some.jobs.values()]
+        self._together = len(jobs) > 1 or any(some.share for some in sharers)
         tables = [table for item in jobs for table in item.tables.values() if table.num_rows]
         rows = sum(table.num_rows for table in tables)
         self._bundled = not self._together and 1 < len(tables) <= _BUNDLED_TABLES and rows <= _BUNDLED_ROWS
@@ -64,6 +54,14 @@ class Relations:
             names = ", ".join(part.slice.columns)
             return f"SELECT {names}, sum(w) AS w FROM ({rows}) GROUP BY {names} HAVING sum(w) <> 0"
         return rows
+
+    def shared_rows(self, sharers: Sharers, fragment: Fragment) -> str | None:
+        """A query for the rows of all that share a text; None where there are none."""
+        if sharers.first[1].tables[fragment].num_rows == 0:
+            return None
+        table = sharers.rows(fragment)
+        items = ", ".join(f"s{i} AS {name}" for i, name in enumerate(table.schema.names))
+        return f"{_SELECT} {items} FROM {self._prefix}_{self._number(table)}"
 
     def create(self, spark: SparkSession) -> None:
         """Make the tables known to Spark."""

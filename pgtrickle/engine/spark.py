@@ -15,9 +15,11 @@ import pyarrow.compute as pc
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
+from pgtrickle.compile.spark import SHARED
 from pgtrickle.engine.jobs import ZERO, Output
-from pgtrickle.engine.relations import Input, Relations
+from pgtrickle.engine.relations import Relations
 from pgtrickle.engine.session import spark_session
+from pgtrickle.engine.sharing import Input, Sharers, share
 from pgtrickle.errors import RefreshError
 
 # Spark plans a text in one thread, and its time grows faster than the text: several are planned side by side, each with
@@ -28,12 +30,15 @@ _CORES = os.cpu_count() or 1
 
 
 def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
-    """The deltas of all jobs, in as few Spark jobs as are worth it."""
-    size = min(max(-(-len(jobs) // _CORES), FEWEST), MOST)
-    texts = [jobs[i : i + size] for i in range(0, len(jobs), size)]
-    if len(texts) < 2:
-        return _run_fused(jobs)
-    return [delta for deltas in _threads().map(_run_fused, texts) for delta in deltas]
+    """The deltas of all jobs as tables of strings, weight first; None where one is empty. Starts nothing where all are."""
+    sharers = share(jobs)
+    size = min(max(-(-len(sharers) // _CORES), FEWEST), MOST)
+    texts = [sharers[i : i + size] for i in range(0, len(sharers), size)]
+    answers = map(_run_text, texts) if len(texts) < 2 else _threads().map(_run_text, texts)
+    deltas: dict[int, pa.Table | None] = {}
+    for some, answer in zip(texts, answers, strict=True):
+        deltas |= _deltas(some, answer)
+    return [deltas.get(number) for number in range(len(jobs))]
 
 
 @cache
@@ -42,31 +47,35 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(_CORES, "pgtrickle-spark")
 
 
-def _run_fused(jobs: Sequence[Input]) -> list[pa.Table | None]:
-    """Each job's delta as a table of strings, weight first; None where it is empty. Starts nothing where all are."""
+def _run_text(sharers: Sequence[Sharers]) -> pa.Table:
+    """The rows of all jobs of one text: number, weight and values."""
     # A thread runs one text at a time: names of its own keep it from the rows of one that failed elsewhere and still runs.
-    relations = Relations(jobs, f"pgt_{threading.get_ident()}")
-    texts: list[tuple[int, str]] = []
-    width = max((len(item.job.columns) for item in jobs), default=0)
-    for i, item in enumerate(jobs):
-        output = item.job.output(partial(relations.rows, item))
-        if output is not None:
-            texts.append((i, _uniform(i, output, width)))
-    results: list[pa.Table | None] = [None] * len(jobs)
-    if not texts:
-        return results
+    relations = Relations(sharers, f"pgt_{threading.get_ident()}")
+    width = max(len(some.first[1].job.columns) for some in sharers)
+    selects = []
+    for some in sharers:
+        number, item = some.first
+        shared = SHARED if some.share else ()
+        rows = partial(relations.shared_rows, some) if shared else partial(relations.rows, item)
+        output = item.job.output(rows, shared)
+        assert output is not None
+        selects.append(_uniform(number, output, width, shared))
     spark = spark_session()
     relations.create(spark)
-    needed = " UNION ALL ".join(text for _, text in texts)
     with spark_errors():
-        answer = spark.sql(needed).toArrow()
-    for i, _ in texts:
-        rows = answer.filter(pc.equal(answer.column("st"), i)) if len(texts) > 1 else answer
-        job = jobs[i].job
+        return spark.sql(" UNION ALL ".join(selects)).toArrow()
+
+
+def _deltas(sharers: Sequence[Sharers], answer: pa.Table) -> dict[int, pa.Table | None]:
+    """What each job gets of an answer."""
+    jobs = {number: item.job for some in sharers for number, item in some.jobs.items()}
+    deltas: dict[int, pa.Table | None] = {}
+    for number, job in jobs.items():
+        rows = answer.filter(pc.equal(answer.column(SHARED[0]), number)) if len(jobs) > 1 else answer
         picked = rows.select(["w", *(f"s{k}" for k in range(len(job.columns)))]).rename_columns(["w", *job.columns])
         changed = picked.filter(_changed(picked, job.sums))
-        results[i] = changed if changed.num_rows else None
-    return results
+        deltas[number] = changed if changed.num_rows else None
+    return deltas
 
 
 def _changed(rows: pa.Table, sums: Sequence[str]) -> pa.ChunkedArray:
@@ -93,7 +102,8 @@ def spark_errors() -> Iterator[None]:
         ) from error
 
 
-def _uniform(i: int, output: Output, width: int) -> str:
-    """The job's rows in the shape that all jobs of one text share."""
+def _uniform(number: int, output: Output, width: int, shared: tuple[str, ...]) -> str:
+    """The rows in the shape that all jobs of one text have."""
     padded = (*output.values, *["CAST(NULL AS STRING)"] * (width - len(output.values)))
-    return replace(output, values=padded).select([f"s{k}" for k in range(width)], f"{i} AS st, ")
+    more = "" if shared else f"{number} AS {SHARED[0]}, "
+    return replace(output, values=padded).select([f"s{k}" for k in range(width)], more, shared)
