@@ -35,6 +35,7 @@ lint: $(STAMP) ## Check style and types
 	$(BIN)/mypy
 
 test: lint java ## Check style and types, then run all tests that take seconds, on PostgreSQL 18, 16 and 15
+	scripts/install-pgbouncer
 	$(PYTEST) -n $(WORKERS) --dist loadfile
 	scripts/test-versions $(PYTEST) -n $(WORKERS) --dist loadfile
 

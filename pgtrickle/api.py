@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from types import TracebackType
@@ -12,16 +13,23 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
+from pgtrickle.catalog.databases import RegisteredDatabase, register, registered, remove, storable
 from pgtrickle.catalog.install import install, require_installed, uninstall, upgrade
+from pgtrickle.compile.place import AcrossDatabases
 from pgtrickle.delta.program import Program
+from pgtrickle.engine.connection import connect as open_connection
+from pgtrickle.engine.elsewhere import NotThereError, check_catalog, told
 from pgtrickle.engine.explain import explain_program
+from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import (
     ConnectionFailedError,
+    DatabaseFailedError,
     InvalidQueryError,
     NotDifferentiableError,
+    PgtrickleError,
     PrivilegeError,
     StreamTableExistsError,
     StreamTableNotFoundError,
@@ -88,7 +96,7 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
         {} if "connect_timeout" in known or "PGCONNECT_TIMEOUT" in os.environ else {"connect_timeout": CONNECT_SECONDS}
     )
     try:
-        conn = psycopg.connect(dsn, autocommit=True, application_name="pgtrickle", **limits)  # type: ignore[arg-type]
+        conn = open_connection(dsn, application_name="pgtrickle", **limits)
     except psycopg.OperationalError as error:
         shown = {name: value for name, value in known.items() if name in {"host", "port", "dbname", "user"}}
         where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
@@ -113,6 +121,7 @@ class Database:
 
     def close(self) -> None:
         self.engine.claims.lease.end()
+        self.engine.connections.close()
         self.conn.close()
 
     def install(self, *, service_role: str | None = None) -> int:
@@ -134,24 +143,39 @@ class Database:
         schedule: str = "calculated",
         refresh_mode: str = "AUTO",
         placement: str | None = None,
+        pooler_compatibility_mode: bool = False,
         initialize: bool = True,
     ) -> StreamTable:
         """Create a stream table, and fill it unless told otherwise."""
         require_installed(self.conn)
+        with _clear_errors(name):
+            databases = self._import_named(query)
         with _clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
+            if databases:
+                _require_placeable(name, compiled)
             if refresh_mode.upper() == "DIFFERENTIAL":
                 _require_differential(name, compiled)
             key = _storable_key(compiled.program)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
-                " key_columns => %s)",
-                (name, query, schedule, refresh_mode, placement, list(key) if key is not None else None),
+                " key_columns => %s, pooler_compatibility_mode => %s)",
+                (
+                    name,
+                    query,
+                    schedule,
+                    refresh_mode,
+                    placement,
+                    list(key) if key is not None else None,
+                    pooler_compatibility_mode,
+                ),
             ).fetchone()
             assert row is not None
             id_ = int(row[0])
             mode = "DIFFERENTIAL" if compiled.program is not None and refresh_mode.upper() != "FULL" else "FULL"
             self._note_mode(id_, mode, compiled.reason)
+            if databases:
+                self.engine.subscribe(id_)
         if initialize:
             self.engine.refresh([id_], "INITIAL")
         return self._public(self.engine.rows([id_])[0])
@@ -165,7 +189,9 @@ class Database:
             try:
                 # The binary format brings the extended protocol, which takes one statement only: a COMMIT in the text
                 # would make permanent what follows it.
-                view = "CREATE TEMP VIEW pgt_candidate AS " + query.rstrip().rstrip(";")
+                local = self.conn.execute("SELECT pgtrickle._local_text(%s)", (query,)).fetchone()
+                assert local is not None
+                view = "CREATE TEMP VIEW pgt_candidate AS " + local[0].rstrip().rstrip(";")
                 self.conn.execute(view.encode(), binary=True)
             except psycopg.errors.SyntaxError as error:
                 raise InvalidQueryError(
@@ -184,13 +210,18 @@ class Database:
         schedule: str | None = None,
         refresh_mode: str | None = None,
         placement: str | None = None,
+        pooler_compatibility_mode: bool | None = None,
         status: str | None = None,
     ) -> StreamTable:
         """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
         id_ = self.id_of(name)
+        with _clear_errors(name):
+            databases = self._import_named(query) if query is not None else []
         with _clear_errors(name), self.conn.transaction():
             row = self.engine.rows([id_])[0]
             compiled = self._compile(query) if query is not None else None
+            if compiled is not None and databases:
+                _require_placeable(name, compiled)
             if (refresh_mode or row.refresh_mode).upper() == "DIFFERENTIAL":
                 _require_differential(name, compiled or self.engine.programs.compile(row.view_relid, "alter"))
             if compiled is not None:
@@ -202,15 +233,88 @@ class Database:
                     )
             self.conn.execute(
                 "SELECT pgtrickle.alter_stream_table(%s, schedule => %s, refresh_mode => %s, status => %s,"
-                " placement => %s, query => %s)",
-                (name, schedule, refresh_mode, status, placement, query),
+                " placement => %s, query => %s, pooler_compatibility_mode => %s)",
+                (name, schedule, refresh_mode, status, placement, query, pooler_compatibility_mode),
             )
         return self._public(self.engine.rows([id_])[0])
 
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
-        require_installed(self.conn)
+        id_ = self.id_of(name)
+        databases = self.engine.rows([id_])[0].databases
         with _clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
+        # Where one cannot be reached, the service tells it later.
+        with suppress(DatabaseFailedError):
+            self.engine.elsewhere.unsubscribe_dropped(databases)
+
+    def add_database(self, name: str, dsn: str, *, roles: Sequence[str] = ()) -> RegisteredDatabase:
+        """Register another database, whose tables queries may then name as `name.schema.table`.
+
+        A password must not be in the DSN: name a variable instead, as `${CRM_PASSWORD}`. `roles` may use it besides
+        administrators. Registered again under the same name it gets another DSN.
+        """
+        require_installed(self.conn)
+        known = storable(dsn)
+        with self.engine.connections.open(name, known) as conn, told(name):
+            check_catalog(conn, name)
+            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+        assert row is not None
+        with _plain_errors():
+            register(self.conn, name, known, row[0], roles)
+        return next(one for one in self.databases() if one.name == name)
+
+    def databases(self) -> list[RegisteredDatabase]:
+        """Other databases whose tables queries may name."""
+        require_installed(self.conn)
+        return registered(self.conn)
+
+    def check_database(self, name: str) -> str | None:
+        """Why a registered database cannot be read; None if it can."""
+        require_installed(self.conn)
+        try:
+            with self.engine.elsewhere.open(name) as conn:
+                check_catalog(conn, name)
+                row = conn.execute(
+                    "SELECT pgtrickle._node(), pg_is_in_recovery(),"
+                    " has_table_privilege('pgtrickle.pgt_consumers', 'INSERT, UPDATE, DELETE')"
+                ).fetchone()
+        except (PgtrickleError, psycopg.Error) as error:
+            return error.message if isinstance(error, PgtrickleError) else str(error).strip()
+        assert row is not None
+        node, in_recovery, may_write = row
+        twins = [one.name for one in self.databases() if one.node == node and one.name != name]
+        if in_recovery:
+            return "it is on a standby: register its primary"
+        if not may_write:
+            return "its user is not the service role there: `pgtrickle install --service-role` names it"
+        if twins:
+            return f"it is the same database as {twins[0]}"
+        return None
+
+    def remove_database(self, name: str) -> None:
+        require_installed(self.conn)
+        with _plain_errors():
+            remove(self.conn, name)
+
+    def import_table(self, database: str, table: str) -> None:
+        """Make a table of a registered database known here, so that SQL can name it too; or look at it again."""
+        require_installed(self.conn)
+        try:
+            with _plain_errors():
+                self.engine.elsewhere.import_table(database, table)
+        except NotThereError as error:
+            raise InvalidQueryError(
+                f"database {database} has no table {table}", "Name it as schema.table; mind who may see it there."
+            ) from error
+
+    def _import_named(self, query: str) -> list[str]:
+        """Make the tables of other databases known that a query names; gives those databases."""
+        rows = self.conn.execute(
+            "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._foreign_names(%s)", (query,)
+        ).fetchall()
+        for database, table in rows:
+            self.import_table(database, table)
+        return sorted({database for database, _ in rows})
 
     def stream_tables(self) -> list[StreamTable]:
         """All stream tables of the database."""
@@ -325,12 +429,40 @@ def _require_differential(name: str, compiled: Compiled) -> None:
         )
 
 
+def _require_placeable(name: str, compiled: Compiled) -> None:
+    """What reads several databases is computed on Spark, or not at all."""
+    reason, part = compiled.reason, compiled.fragment
+    if compiled.program is not None:
+        try:
+            require_placeable(compiled.program)
+        except AcrossDatabases as error:
+            reason, part = str(error), None
+        else:
+            return
+    raise NotDifferentiableError(
+        f"{name} reads other databases, and no database can compute it alone: {reason}{f': {part}' if part else ''}",
+        "Change that part of the query, or compute it in one of them: a stream table there can be read here.",
+    )
+
+
 def _storable_key(program: Program | None) -> Iterable[str] | None:
     """The query's key, where an index can hold it."""
     if program is None or program.key is None:
         return None
     types = {column.name: column.type for column in program.output}
     return program.key if all(types[name].groupable for name in program.key) else None
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """PostgreSQL's errors about what is not a stream table, with their hints."""
+    try:
+        yield
+    except psycopg.OperationalError:
+        raise
+    except psycopg.Error as error:
+        ours = PrivilegeError if isinstance(error, psycopg.errors.InsufficientPrivilege) else InvalidQueryError
+        raise ours(error.diag.message_primary or str(error), error.diag.message_hint) from error
 
 
 class _clear_errors:
@@ -348,6 +480,9 @@ class _clear_errors:
         if not isinstance(error, psycopg.Error) or isinstance(error, psycopg.OperationalError):
             return
         message, hint = error.diag.message_primary or str(error), error.diag.message_hint
+        if isinstance(error, psycopg.errors.FeatureNotSupported) and message.startswith("cross-database references"):
+            name = message.partition('"')[2].partition(".")[0]
+            hint = f"Register the other database: pgtrickle database add {name} DSN"
         classes: dict[type[psycopg.Error], type[Any]] = {
             psycopg.errors.DuplicateTable: StreamTableExistsError,
             psycopg.errors.InsufficientPrivilege: PrivilegeError,

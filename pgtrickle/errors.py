@@ -82,6 +82,10 @@ class SourceLockedError(RefreshError):
     """Another session keeps a table locked that the stream table reads."""
 
 
+class DatabaseFailedError(RefreshError):
+    """Another database that the stream table reads cannot be reached, or not be read."""
+
+
 class FuseBlownError(RefreshError):
     """More changes came at once than the stream table's fuse lets pass."""
 

@@ -14,12 +14,17 @@ import pytest
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
+from tests.support.pgbouncer import Pooler, pooler_before
 
 VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pg", choices=sorted(VERSIONS), default="18", help="major version of PostgreSQL (default: 18)")
+
+    parser.addoption(
+        "--pooler", action="store_true", help="let pgtrickle connect through PgBouncer in transaction mode"
+    )
 
 
 def pytest_configure() -> None:
@@ -48,13 +53,37 @@ def server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
         shutil.rmtree(base)
 
 
+@pytest.fixture(scope="session")
+def pooler(server: EmbeddedServer, pytestconfig: pytest.Config) -> Iterator[Pooler | None]:
+    """Between pgtrickle and the server, where the run is to go through one."""
+    if not pytestconfig.getoption("--pooler"):
+        yield None
+        return
+    with pooler_before(server) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def other_server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
+    """A server of another version, to be killed and restored at will."""
+    base = Path(tempfile.mkdtemp(prefix="pgtrickle-test-"))
+    try:
+        version: ServerVersion = 16 if pg_version == 18 else 18
+        settings = SERVER_SETTINGS | {"wal_writer_delay": "10s", "wal_writer_flush_after": "1GB"}
+        with EmbeddedServer(base / "data", version=version, settings=settings) as running:
+            prepare_server(running)
+            yield running
+    finally:
+        shutil.rmtree(base)
+
+
 @pytest.fixture
-def database(server: EmbeddedServer, request: pytest.FixtureRequest) -> Iterator[TestDatabase]:
-    with fresh_database(server, request.node.name) as fresh:
+def database(server: EmbeddedServer, pooler: Pooler | None, request: pytest.FixtureRequest) -> Iterator[TestDatabase]:
+    with fresh_database(server, request.node.name, pooler) as fresh:
         yield fresh
 
 
 @pytest.fixture
 def conn(database: TestDatabase) -> Iterator[psycopg.Connection]:
-    with psycopg.connect(database.dsn, autocommit=True) as connection:
+    with psycopg.connect(database.direct_dsn, autocommit=True) as connection:
         yield connection

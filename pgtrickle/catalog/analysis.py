@@ -16,6 +16,8 @@ from sqlglot import exp
 from pgtrickle.query.plan import Column, Relation, RelationColumn
 from pgtrickle.query.types import PgType
 
+GONE = -1  # the number of a column that was dropped or retyped in its own database
+
 _QUERIES = files("pgtrickle.catalog") / "queries"
 
 
@@ -58,6 +60,7 @@ class Analysis:
                     " JOIN pg_class c ON c.oid = t.buffer_relid"
                 )
             }
+            foreign = {row["relid"]: row for row in cursor.execute(load_query("stand_ins"))}
         columns = [item for row in rows for item in row["columns"] or []]
         self.deterministic = all(item["deterministic"] for item in columns)
         types = iter(self.types([(item["type"], item["typmod"]) for item in columns]))
@@ -73,7 +76,7 @@ class Analysis:
                 )
                 for item in row["columns"] or []
             )
-            result[row["schema"], row["name"]] = Relation(
+            relation = Relation(
                 row["oid"],
                 row["schema"],
                 row["name"],
@@ -83,6 +86,8 @@ class Analysis:
                 row["definition"],
                 buffers.get(row["oid"]),
             )
+            known = foreign.get(row["oid"])
+            result[row["schema"], row["name"]] = relation if known is None else _elsewhere(relation, known)
         return result
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
@@ -106,6 +111,25 @@ class Analysis:
             assert result is not None
             found = self.types([(result.ftype(i), result.fmod(i)) for i in range(result.nfields)])
         return [replace(type_, deterministic=self.deterministic) for type_ in found]
+
+
+def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
+    """The table of another database that an empty one here stands for."""
+    there = {item["name"]: item for item in known["columns"]}
+    gone: dict[str, Any] = {"attnum": GONE, "generated": None}
+    fields = tuple(
+        replace(field_, attnum=column["attnum"], generated=column["generated"])
+        for field_ in stand_in.columns
+        for column in [there.get(field_.name, gone)]
+    )
+    return replace(
+        stand_in,
+        schema=known["source_schema"],
+        name=known["source_name"],
+        columns=fields,
+        buffer=f"changes_{known['source_stable_name']}",
+        database=known["database"],
+    )
 
 
 def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:

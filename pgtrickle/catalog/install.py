@@ -67,9 +67,18 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
             " FROM pgtrickle.pgt_stream_tables s JOIN pg_class c ON c.oid = s.pgt_relid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace ORDER BY s.pgt_id DESC",
         )
+        stand_ins = _rows(
+            conn,
+            "SELECT n.nspname, c.relname FROM pgtrickle.pgt_foreign_tables f JOIN pg_class c ON c.oid = f.relid"
+            " JOIN pg_namespace n ON n.oid = c.relnamespace",
+        )
         # The triggers on other roles' tables go with the functions they call, whoever owns the tables.
         ours = sql.SQL(", ").join(sql.Identifier(name) for name in SCHEMAS)
         conn.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(ours))
+        for schema, name in stand_ins:
+            conn.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(schema, name)))
+        for schema in {schema for schema, _ in stand_ins}:
+            conn.execute(sql.SQL("DROP SCHEMA {}").format(sql.Identifier(schema)))
         remaining = []
         for schema, name, may_drop in tables if drop_tables else []:
             statement = sql.SQL("DROP TABLE {};").format(sql.Identifier(schema, name))

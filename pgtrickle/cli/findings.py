@@ -10,6 +10,7 @@ import psycopg
 
 from pgtrickle.catalog.install import OLDEST_SERVER, installed_version, latest_version
 from pgtrickle.catalog.problems import problem_remedy
+from pgtrickle.engine.connection import another, is_pooled
 from pgtrickle.engine.session import check_java
 from pgtrickle.errors import JavaMissingError
 
@@ -184,7 +185,42 @@ def _service(conn: Connection) -> Iterator[Finding]:
         yield Finding(check.replace("_", "-"), conn.info.dbname, detail, remedy)
 
 
-CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (_stream_tables, _capture, _requests, _service)
+def _pooler(conn: Connection) -> Iterator[Finding]:
+    """A pooler in transaction mode that the database was not told of."""
+    if not is_pooled(conn) or _rows(conn, "SELECT WHERE pgtrickle._setting('connection_pooler_mode') <> 'off'"):
+        return
+    with another(conn) as second:
+        pids = [_rows(one, "SELECT pg_backend_pid()") for one in (conn, second, conn, second)]
+    if len({pid for ((pid,),) in pids}) == 1:  # one process of the server for two connections that are both open
+        yield Finding(
+            "pooler",
+            conn.info.dbname,
+            "is behind a pooler in transaction mode: nobody there hears the notifications that SQL functions send",
+            "It works as it is. SELECT pgtrickle.set('pg_trickle.connection_pooler_mode', 'transaction') stops them.",
+        )
+
+
+def _databases(conn: Connection) -> Iterator[Finding]:
+    """Other databases that the service could not look at."""
+    if not _rows(conn, "SELECT WHERE has_table_privilege('pgtrickle.pgt_databases', 'SELECT')"):
+        return
+    for name, problem in _rows(conn, "SELECT name, problem FROM pgtrickle.pgt_databases WHERE problem IS NOT NULL"):
+        yield Finding(
+            "database",
+            name,
+            f"is not followed: {problem}",
+            f"`pgtrickle database check {name}` tells when it can be read, `pgtrickle database add {name} DSN` where it is.",
+        )
+
+
+CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (
+    _stream_tables,
+    _capture,
+    _requests,
+    _service,
+    _pooler,
+    _databases,
+)
 
 
 def _rows(conn: Connection, query: str, parameters: dict[str, object] | None = None) -> list[tuple[Any, ...]]:

@@ -9,6 +9,7 @@ import click
 
 from pgtrickle import __version__
 from pgtrickle.cli.catalog import install, uninstall, upgrade
+from pgtrickle.cli.databases import database
 from pgtrickle.cli.demo import demo
 from pgtrickle.cli.doctor import doctor
 from pgtrickle.cli.inspect import explain, history, list_tables, status
@@ -56,7 +57,7 @@ def cli(context: click.Context, dsn: str | None) -> None:
 
 for command in (
     install, uninstall, upgrade, create, alter, drop, refresh, list_tables, status, explain, history, doctor, demo, run,
-    wait, pause, resume, drain, top, profile, tune,
+    wait, pause, resume, drain, top, profile, tune, database,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -30,10 +30,11 @@ Examples:
     "--schedule",
     default="calculated",
     show_default=True,
-    help="A duration (30s, 5m) or a cron expression. Kept for the service of a later release.",
+    help="A duration (30s, 5m), a cron expression, or calculated: as fresh as its readers need.",
 )
 @click.option("--mode", type=MODE, default="AUTO", show_default=True, help="DIFFERENTIAL refuses what cannot be it.")
 @click.option("--placement", type=PLACEMENT, help="Where joins and aggregates run; default: the database's setting.")
+@click.option("--pooler", is_flag=True, help="Refresh it without anything that outlives a transaction.")
 @click.option("--no-init", is_flag=True, help="Leave the table empty until its first refresh.")
 @as_json
 @with_dsn
@@ -45,6 +46,7 @@ def create(
     schedule: str,
     mode: str,
     placement: str | None,
+    pooler: bool,
     no_init: bool,
     as_json: bool,
 ) -> None:
@@ -55,7 +57,13 @@ def create(
     text = _query(query, file)
     with open_database(dsn) as database:
         table = database.create_stream_table(
-            name, text, schedule=schedule, refresh_mode=mode, placement=placement, initialize=False
+            name,
+            text,
+            schedule=schedule,
+            refresh_mode=mode,
+            placement=placement,
+            pooler_compatibility_mode=pooler,
+            initialize=False,
         )
         if not no_init:
             table = _fill(database, name, table.id)
@@ -80,6 +88,7 @@ Examples:
 @click.option("--schedule", help="A duration (30s, 5m), a cron expression, or calculated.")
 @click.option("--mode", type=MODE)
 @click.option("--placement", type=PLACEMENT)
+@click.option("--pooler/--no-pooler", default=None, help="Refresh it without anything that outlives a transaction.")
 @click.option("--status", type=click.Choice(["ACTIVE", "SUSPENDED"], case_sensitive=False))
 @with_dsn
 def alter(
@@ -90,15 +99,24 @@ def alter(
     schedule: str | None,
     mode: str | None,
     placement: str | None,
+    pooler: bool | None,
     status: str | None,
 ) -> None:
     """Change the query, schedule, mode, placement or status of stream table NAME."""
     text = _query(query, file) if query is not None or file is not None else None
-    if all(value is None for value in (text, schedule, mode, placement, status)):
-        raise click.UsageError("Say what to change: --query, --file, --schedule, --mode, --placement or --status.")
+    if all(value is None for value in (text, schedule, mode, placement, pooler, status)):
+        raise click.UsageError(
+            "Say what to change: --query, --file, --schedule, --mode, --placement, --pooler or --status."
+        )
     with open_database(dsn) as database:
         table = database.alter_stream_table(
-            name, query=text, schedule=schedule, refresh_mode=mode, placement=placement, status=status
+            name,
+            query=text,
+            schedule=schedule,
+            refresh_mode=mode,
+            placement=placement,
+            pooler_compatibility_mode=pooler,
+            status=status,
         )
         click.echo(f"altered {table.name}")
 

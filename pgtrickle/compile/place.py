@@ -10,10 +10,12 @@ from sqlglot import exp
 from pgtrickle.compile.sink import sink
 from pgtrickle.compile.spark_aggregates import forms_needed
 from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions, constant
+from pgtrickle.compile.spark_numbers import number_sql
 from pgtrickle.delta.outer import outer_as_union
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.query.plan import (
     Aggregate,
+    Column,
     Exists,
     Filter,
     Flip,
@@ -27,12 +29,18 @@ from pgtrickle.query.plan import (
     UnionAll,
     Values,
     Version,
+    databases_of,
     inputs_of,
     scanning,
     scans_of,
+    used_ids,
 )
 
 Placement = Literal["auto", "spark"]
+
+
+class AcrossDatabases(Exception):
+    """A part of a plan that no single database can compute, and Spark not as PostgreSQL would."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class Placer:
         try:
             return self._on_spark(plan)
         except NotOnSpark as reason:
+            if len(databases_of(plan)) > 1:
+                raise AcrossDatabases(str(reason)) from reason
             return Fragment(plan, str(reason))
 
     def _read(self, plan: Plan) -> Plan:
@@ -69,7 +79,7 @@ class Placer:
                 if foreign:
                     sunk = sink(plan) if self.placement == "spark" or not _has_outer_join(child) else None
                     if sunk is None:
-                        raise NotOnSpark(f"{foreign[0].sql(dialect='postgres')} reads several sources")
+                        return self._calculate(plan, foreign[0])
                     return self.place(sunk)
                 return Project(self.place(child), items)
             case UnionAll(inputs=inputs, columns=columns):
@@ -107,6 +117,26 @@ class Placer:
                 return Negate(self.place(child))
             case _:
                 raise AssertionError(f"{type(plan).__name__} has no place")
+
+    def _calculate(self, plan: Project, example: exp.Expression) -> Plan:
+        """Numbers of several sources are added and multiplied on Spark; what reads one source is computed there."""
+        if self.placement == "auto":
+            raise NotOnSpark(f"{example.sql(dialect='postgres')} reads several sources")
+        columns = {column.id: column for column in plan.input.columns}
+        below: dict[str, tuple[Column, exp.Expression]] = {}
+        items = []
+        for column, value in plan.items:
+            if isinstance(value, exp.Column) or constant(value) is not None:
+                items.append((column, value))
+            elif sink(Project(plan.input, ((column, value),))) is not None:
+                below[column.id] = (column, value)
+                items.append((column, column.ref()))
+                continue
+            else:
+                number_sql(value, column.type, "native", SparkExpressions(columns))
+                items.append((column, value))
+            below |= {name: (columns[name], columns[name].ref()) for name in used_ids(value)}
+        return Project(self.place(Project(plan.input, tuple(below.values()))), tuple(items))
 
     @staticmethod
     def _check(plan: Plan, condition: exp.Expression, *sides: Plan) -> None:

@@ -17,6 +17,7 @@ from sqlglot import exp
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark_aggregates import call_sql, forms_needed
 from pgtrickle.compile.spark_expressions import SparkExpressions, constant
+from pgtrickle.compile.spark_numbers import number_sql
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -124,14 +125,18 @@ class _SparkCompiler:
         below: set[tuple[Column, Form]] = set()
         by_id = {column.id: column for column in plan.input.columns}
         values = {column.id: value for column, value in plan.items}
+        names = SparkExpressions(by_id)
         for column, form in wanted:
             value = values[column.id]
             if isinstance(value, exp.Column):
                 source = by_id[value.name]
                 below.add((source, form))
                 items[form_name(column, form)] = form_name(source, form)
+            elif (text := constant(value)) is not None:
+                items[form_name(column, form)] = f"CAST({text} AS {spark_type(column.type, form)})"
             else:
-                items[form_name(column, form)] = f"CAST({constant(value)} AS {spark_type(column.type, form)})"
+                items[form_name(column, form)] = number_sql(value, column.type, form, names)
+        below |= names.needed
         rows = self.rows(plan.input, frozenset(below))
         if rows is None or all(name == value for name, value in items.items()):
             return rows

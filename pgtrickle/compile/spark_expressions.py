@@ -67,8 +67,8 @@ class SparkExpressions:
                 return f"({self._present(node.this)} IS {'NOT ' if node.args.get('negate') else ''}NULL)"
             case exp.Is() if isinstance(node.expression, exp.Boolean) and not node.args.get("negate"):
                 return f"({self.condition(node.this)} <=> {'true' if node.expression.this else 'false'})"
-            case exp.Column() if self._column(node).type.oid == BOOL:
-                return self._form(node, "native")
+            case exp.Column() if self.column(node).type.oid == BOOL:
+                return self.form(node, "native")
             case exp.Between():
                 low = exp.GTE(this=node.this, expression=node.args["low"])
                 high = exp.LTE(this=node.this, expression=node.args["high"])
@@ -96,30 +96,32 @@ class SparkExpressions:
             word = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(word, word)
         if not isinstance(left, exp.Column):
             raise NotOnSpark(f"{left.sql(dialect='postgres')} is evaluated by PostgreSQL only")
-        one = self._column(left).type
+        one = self.column(left).type
         if isinstance(right, exp.Column):
-            other = self._column(right).type
+            other = self.column(right).type
             if word in {"=", "<>", "<=>"} and one.has_key and other.has_key and one.key_family() == other.key_family():
-                return f"({self._form(left, 'key')} {word} {self._form(right, 'key')})"
+                return f"({self.form(left, 'key')} {word} {self.form(right, 'key')})"
             both_numbers = all(type_.is_integer or type_.is_decimal for type_ in (one, other))
             nan_safe = one.is_decimal == other.is_decimal and (not one.is_decimal or one == other)
             if one.has_native and other.has_native and (one.oid == other.oid or both_numbers) and nan_safe:
-                return f"({self._form(left, 'native')} {word} {self._form(right, 'native')})"
+                return f"({self.form(left, 'native')} {word} {self.form(right, 'native')})"
         elif isinstance(right, exp.Literal) and not right.is_string and one.is_integer and "." not in right.name:
-            return f"({self._form(left, 'native')} {word} {int(right.name)}L)"
+            return f"({self.form(left, 'native')} {word} {int(right.name)}L)"
         raise NotOnSpark(f"PostgreSQL decides how {one.name} compares")
 
     def _present(self, node: exp.Expression) -> str:
         node = unwrap(node)
         if isinstance(node, exp.Column):
-            return self._form(node, "text")
+            return self.form(node, "text")
         raise NotOnSpark(f"{node.sql(dialect='postgres')} is evaluated by PostgreSQL only")
 
-    def _column(self, node: exp.Column) -> Column:
+    def column(self, node: exp.Column) -> Column:
+        """The column that an expression names."""
         return self.columns[node.name]
 
-    def _form(self, node: exp.Column, form: Form) -> str:
-        column = self._column(node)
+    def form(self, node: exp.Column, form: Form) -> str:
+        """The name of one of its forms, which is needed from now on."""
+        column = self.column(node)
         self.needed.add((column, form))
         return form_name(column, form)
 

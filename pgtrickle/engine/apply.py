@@ -60,9 +60,10 @@ def apply_delta(
     # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
     # brings them back. What is purged afterwards is later in the same log.
     settings |= {"synchronous_commit": "off", "work_mem": f"{work.merge_mb}MB"}
+    settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
     with conn.transaction():
-        _take(conn, row, work.token)
         set_local(conn, settings)
+        _take(conn, row, work.token)
         on_step("load")
         inserted, deleted = _write(conn, work, delta)
         if isinstance(delta, Staged):
@@ -224,7 +225,6 @@ def _record(
         "by_cost": decision.by_cost,
         "changes": work.changes,
         "cost": sum(work.phases.seconds().values()),
-        "backoff": policy.backoff,
         "time": work.cut_time,
         "mode": decision.mode,
         "mode_reason": decision.mode_reason,

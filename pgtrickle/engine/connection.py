@@ -1,4 +1,4 @@
-"""Connections like one that is there."""
+"""Connections: opened in one way, whoever stands between us and the server."""
 
 from __future__ import annotations
 
@@ -7,6 +7,30 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+
+
+def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
+    """A connection in autocommit. Behind a pooler it keeps nothing on the server that outlives a transaction."""
+    conn = psycopg.connect(conninfo, autocommit=True, **parameters)
+    if behind_pooler(conn):
+        be_pooled(conn)
+    return conn
+
+
+def behind_pooler(conn: psycopg.Connection[Any]) -> bool:
+    """Whether another process answers than the one that greeted us: a pooler gives out server connections of its own."""
+    row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
+    return row is not None and row[0] != conn.info.backend_pid
+
+
+def be_pooled(conn: psycopg.Connection[Any]) -> None:
+    """From now on, prepare no statements."""
+    conn.prepare_threshold = None
+
+
+def is_pooled(conn: psycopg.Connection[Any]) -> bool:
+    """Whether the connection must do without what a transaction-mode pooler takes away."""
+    return conn.prepare_threshold is None
 
 
 @contextmanager
@@ -24,4 +48,4 @@ def idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
 
 def another(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
     """One more connection to the same database as the same role."""
-    return psycopg.connect(conn.info.dsn, password=conn.info.password or None, autocommit=True)
+    return connect(conn.info.dsn, password=conn.info.password or None)

@@ -5,11 +5,11 @@ The locks come first, then the snapshot. A table that is truncated or rewritten 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
@@ -18,6 +18,9 @@ from psycopg.rows import dict_row
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.errors import RefreshError
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.elsewhere import OtherCut
 
 LOCK_TIMEOUT = "5s"
 # Where many wait for the locks of all, nobody waits long for one.
@@ -35,12 +38,14 @@ class Cut:
     time: datetime
     locked: frozenset[str]  # views whose tables another session keeps locked: not to be read
     merge_mb: str  # memory for sorts and hashes of an apply
+    others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
 
-    def export(self) -> str:
-        """A name under which other connections can read the same state, while the cut lasts."""
-        row = self.conn.execute("SELECT pg_export_snapshot()").fetchone()
-        assert row is not None
-        return str(row[0])
+
+def export(conn: psycopg.Connection[Any]) -> str:
+    """A name under which other connections can read what a cut reads, while it lasts."""
+    row = conn.execute("SELECT pg_export_snapshot()").fetchone()
+    assert row is not None
+    return str(row[0])
 
 
 @contextmanager
@@ -60,7 +65,7 @@ def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: boo
         conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
-            row = cursor.execute(load_query("cut")).fetchone()
+            row = cursor.execute(load_query("cut"), {"lock_timeout": LOCK_TIMEOUT}).fetchone()
         assert row is not None
         if row["in_recovery"]:
             raise RefreshError("this server is a standby", "Connect to the primary: a refresh writes.")
@@ -100,7 +105,7 @@ def _lock_all(conn: psycopg.Connection[Any], views: Sequence[str], wait: str = "
     conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE {}").format(names, sql.SQL(wait)))
 
 
-def set_local(conn: psycopg.Connection[Any], settings: dict[str, str]) -> None:
+def set_local(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
     """Settings for the rest of the transaction."""
     if settings:
         calls = sql.SQL(", ").join(

@@ -2,41 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from psycopg import sql
-from psycopg.rows import dict_row
-
-from pgtrickle.capture.frontier import Frontier, Snapshot
-from pgtrickle.capture.window import since
-from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.cut import Cut
+from pgtrickle.capture.frontier import Frontier
 from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.errors import NotDifferentiableError
 
 Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source at the cut, seen from one stream table's frontier."""
-
-    relid: int
-    label: str
-    buffer: str | None
-    stable_name: str | None
-    signature: str | None
-    known_signature: str | None
-    changed: bool
-    buffered: int  # bytes of its change buffer
-    markers: tuple[str, ...]
-
-    @property
-    def captured(self) -> bool:
-        return self.buffer is not None
 
 
 @dataclass(frozen=True)
@@ -58,55 +34,20 @@ _MARKERS = {
 }
 
 
-def changed_sources(cut: Cut, frontiers: Mapping[int, Frontier | None]) -> dict[int, list[Source]]:
-    """For each stream table its sources, with what happened to them since its frontier."""
-    with cut.conn.cursor(row_factory=dict_row) as cursor:
-        rows = cursor.execute(load_query("sources"), {"ids": list(frontiers)}).fetchall()
-    probes: dict[tuple[str, Snapshot], sql.Composable] = {}
-    for row in rows:
-        frontier = frontiers[row["pgt_id"]]
-        if frontier is None or row["buffer"] is None or frontier.node != cut.node:
-            continue
-        window = since(frontier.snapshot, "__pgt_xid")
-        buffer = sql.Identifier("pgtrickle_changes", row["buffer"])
-        marked = sql.SQL(
-            "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
-        ).format(sql.Literal(row["stable_name"]), since(frontier.snapshot, "xid"))
-        probes[row["stable_name"], frontier.snapshot] = sql.SQL("(EXISTS (SELECT FROM {} WHERE {}), {})").format(
-            buffer, window, marked
-        )
-    found: dict[tuple[str, Snapshot], tuple[bool, tuple[str, ...]]] = {}
-    if probes:
-        answers = cut.conn.execute(sql.SQL("VALUES ") + sql.SQL(", ").join(probes.values())).fetchall()
-        found = {key: (changed, tuple(markers)) for key, (changed, markers) in zip(probes, answers, strict=True)}
-    result: dict[int, list[Source]] = {pgt_id: [] for pgt_id in frontiers}
-    for row in rows:
-        frontier = frontiers[row["pgt_id"]]
-        known = (row["stable_name"], frontier.snapshot) if frontier is not None and frontier.node == cut.node else None
-        changed, markers = found.get(known, (False, ())) if known is not None else (False, ())
-        result[row["pgt_id"]].append(
-            Source(
-                row["relid"],
-                f"{row['schema']}.{row['name']}",
-                row["buffer"],
-                row["stable_name"],
-                row["signature"],
-                row["known_signature"],
-                changed,
-                row["buffered"],
-                markers,
-            )
-        )
-    return result
-
-
 def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], now: Frontier) -> Decision:
     """The action for one stream table at this cut."""
     mode: Literal["DIFFERENTIAL", "FULL"] = "DIFFERENTIAL"
     reason: str | None = None
     uncaptured = [source.label for source in sources if not source.captured]
-    if row.refresh_mode == "FULL":
+    if row.refresh_mode == "FULL" and (compiled.program is not None or not row.databases):
         mode, reason = "FULL", "refresh_mode is FULL"
+    elif compiled.program is None and row.databases:
+        # The view here would read tables that are always empty.
+        part = f": {compiled.fragment}" if compiled.fragment else ""
+        raise NotDifferentiableError(
+            f"{row.label} reads other databases and cannot be computed: {compiled.reason}{part}",
+            "Change that part of the query, or what it uses.",
+        )
     elif compiled.program is None:
         mode, reason = "FULL", compiled.reason
         if compiled.fragment:
@@ -125,7 +66,8 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
         stale = tuple(
             source.relid
             for source in sources
-            if source.captured and (source.signature != source.known_signature or "SCHEMA" in source.markers)
+            if source.captured
+            and (not source.attached or source.signature != source.known_signature or "SCHEMA" in source.markers)
         )
         return Decision("REINITIALIZE", again, mode, reason, stale, polled=polled)
     moved = any(source.changed for source in sources)
@@ -155,8 +97,24 @@ def _must_start_over(
     if known.meaning != now.meaning:
         return "a view or function that the query uses was replaced, or the guard of the table was switched off"
     for source in sources:
+        if source.database and (reason := _forgotten(source, known, now)) is not None:
+            return reason
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
         if source.captured and source.signature != source.known_signature:
             return f"capture triggers or partitions of {source.label} changed"
+    return None
+
+
+def _forgotten(source: Source, known: Frontier, now: Frontier) -> str | None:
+    """Why the frontier says nothing of a source in another database."""
+    before = known.databases.get(source.database)
+    if not source.attached:
+        return f"changes of {source.label} were not captured for it"
+    if before is None:
+        return f"database {source.database} is new to it"
+    if before.node != now.databases[source.database].node:
+        return f"database {source.database} was restored or moved: its transactions are not those of the frontier"
+    if before.proof not in source.proofs:
+        return f"database {source.database} was restored, or crashed: it does not remember the last refresh"
     return None

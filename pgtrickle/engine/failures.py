@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psycopg
 
-from pgtrickle.errors import RefreshConflictError, SourceChangedError, SourceLockedError
+from pgtrickle.errors import DatabaseFailedError, RefreshConflictError, SourceChangedError, SourceLockedError
 
 # Connections, resources, what an operator does, conflicts and locks: the same refresh may succeed a moment later.
 _TRANSIENT_CLASSES = ("08", "53", "57")
@@ -21,11 +21,13 @@ class Policy:
 
     most_errors: int | None = None  # after so many in a row the stream table is suspended
     backoff: bool = True  # whether refreshes that take longer than their schedule stretch it
+    # A process that stands still in an apply would keep the stream table from those who take over.
+    idle_in_apply: str = "0"
 
 
 def is_transient(error: BaseException | None) -> bool:
     """Whether the same refresh may succeed later without anybody's help."""
-    if isinstance(error, RefreshConflictError | SourceChangedError | SourceLockedError):
+    if isinstance(error, DatabaseFailedError | RefreshConflictError | SourceChangedError | SourceLockedError):
         return True
     if not isinstance(error, psycopg.Error):
         return False

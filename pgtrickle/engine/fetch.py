@@ -24,9 +24,11 @@ from pgtrickle.compile.text import PART, WINDOW, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.copying import CopyOut
+from pgtrickle.engine.cut import set_local
+from pgtrickle.engine.elsewhere import told
 from pgtrickle.engine.formats import PARSE, conversion
 from pgtrickle.engine.origins import origins_of
-from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, scans_of
+from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scans_of
 from pgtrickle.query.types import Form, PgType
 
 T = TypeVar("T")
@@ -35,10 +37,23 @@ Forms = tuple[tuple[Column, Form], ...]
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads: the connection of the cut, and the function that reads as the stream table's owner, if another role."""
+    """Who reads: the connection of the cut, and the function that reads as the stream table's owner, if another role.
+
+    In another database it reads as who connects there, under settings that have to be set there first.
+    """
 
     conn: psycopg.Connection[Any]
     as_owner: sql.Identifier | None = None
+    database: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
+        """The rows of a query as an Arrow table of the given schema."""
+        if not self.database:
+            return copy_out(self.conn, statement, schema)
+        with told(self.database), self.conn.transaction():
+            set_local(self.conn, self.settings)
+            return copy_out(self.conn, statement, schema)
 
     def as_reader(self, statement: sql.Composable, columns: Sequence[tuple[str, str]]) -> sql.Composable:
         """The statement, run with the rights that decide; `columns` are names and types of what it gives."""
@@ -56,6 +71,7 @@ class Request:
     plan: Plan
     schema: pa.Schema
     statement: Callable[[sql.Composable | None], sql.Composable]
+    reader: Reader
 
 
 class Medium(Protocol[T]):
@@ -84,7 +100,7 @@ class InMemory:
 
     conn: psycopg.Connection[Any]
     statements: list[str]  # what was sent
-    _rows: dict[str, pa.Table] = field(default_factory=dict)  # by statement
+    _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
     _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
     _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
 
@@ -105,10 +121,11 @@ class InMemory:
     def read(self, request: Request) -> pa.Table:
         statement = request.statement(None)
         shown = statement.as_string(self.conn)
-        if shown not in self._rows:
+        key = (request.reader.database, shown)
+        if key not in self._rows:
             self.statements.append(shown)
-            self._rows[shown] = copy_out(self.conn, statement, request.schema)
-        return self._rows[shown]
+            self._rows[key] = request.reader.copy_out(statement, request.schema)
+        return self._rows[key]
 
     def consolidated(self, rows: pa.Table) -> pa.Table:
         if id(rows) not in self._net:
@@ -129,8 +146,8 @@ class InMemory:
 class Fetcher(Generic[T]):
     """Fetches the fragments of one stream table's plan; results and key sets are kept for the whole refresh."""
 
-    reader: Reader
-    window: Snapshot | None
+    readers: Mapping[str, Reader]  # by database
+    windows: Mapping[str, Snapshot]  # the same: behind which its changes lie
     medium: Medium[T]
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
     _texts: dict[Plan, SqlText] = field(default_factory=dict)
@@ -173,21 +190,23 @@ class Fetcher(Generic[T]):
 
     def _read(self, plan: Plan, forms: Forms) -> T:
         schema = schema_of(forms)
+        database = database_of(plan)
+        reader = self.readers[database]
         conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(self._texts[plan].keys)}
         if None in conditions.values() and is_chain(plan):
             return self.medium.empty(schema)
 
         def statement(part: sql.Composable | None) -> sql.Composable:
             holes = {name: condition or sql.SQL("false") for name, condition in conditions.items()}
-            if self.window is not None:
-                holes[WINDOW] = since(self.window, "__pgt_xid")
+            if database in self.windows:
+                holes[WINDOW] = since(self.windows[database], "__pgt_xid")
             if part is not None:
                 holes[PART] = part
             text = compile_fragment(plan, forms, in_parts=part is not None)
             names = [(form_name(column, form), form_type(column.type, form)) for column, form in forms]
-            return self.reader.as_reader(text.fill(holes.__getitem__), [*names, ("w", "bigint")])
+            return reader.as_reader(text.fill(holes.__getitem__), [*names, ("w", "bigint")])
 
-        return self.medium.read(Request(plan, schema, statement))
+        return self.medium.read(Request(plan, schema, statement, reader))
 
     def _key_condition(self, key: KeyFilter) -> sql.Composable | None:
         """The bound as a condition; None where no key is left."""
@@ -215,6 +234,13 @@ class Fetcher(Generic[T]):
         if not parts:
             return None
         return sql.SQL("(") + sql.SQL(" OR ").join(parts) + sql.SQL(")")
+
+
+def database_of(plan: Plan) -> str:
+    """The one database whose tables a fragment reads; its own, where it reads none."""
+    names = databases_of(plan)
+    assert len(names) < 2, f"a fragment over {sorted(names)}"
+    return next(iter(names), "")
 
 
 def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema) -> pa.Table:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from pgtrickle.engine.apply import Diverged
-from pgtrickle.engine.connection import another
-from pgtrickle.engine.cut import Cut, take_cut
+from pgtrickle.engine.connection import another, is_pooled
+from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.types import Outcome, RefreshResult
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError
@@ -31,6 +31,8 @@ def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_
     large refresh (other connections read for it), or sources that were altered. Then each level commits for itself.
     """
     ids = [id_ for level in levels for id_ in level]
+    if is_pooled(engine.conn):
+        return None  # whether partitions came or went is seen by a second connection only
     works, taken = engine.claim(ids, all_or_none=True)
     if taken:
         return Outcome(taken=taken)
@@ -40,7 +42,7 @@ def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_
         if all(work.error is None for work in works):
             outcome = Outcome(_apply_levels(engine, levels, works, initiated_by))
             engine.on_step("committed")
-            engine.purge(works)
+            engine.settle(works)
             return outcome
     except NotTogetherError:
         return None
@@ -82,12 +84,14 @@ def _apply_levels(
     engine.reading.compile_unknown(works)
     begin = time.monotonic()
     ids = [work.row.pgt_id for work in works]
-    with take_cut(engine.conn, [f"q_{id_}" for id_ in ids], writes=True) as cut:
+    with engine.reading.cut(works, writes=True) as cut:
         engine.on_step("cut")
         for level in levels:
             results += _apply_level(engine, [w for w in works if w.row.pgt_id in level], cut, begin, initiated_by)
             begin = time.monotonic()
         _check_passed(engine, works, ids)
+        engine.elsewhere.prove(works)
+        _raise_first(works)
     return results
 
 
@@ -130,12 +134,12 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
         " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"
         " FROM pgtrickle.pgt_change_tracking t JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid"
         " WHERE s.pgt_id = ANY (%s))",
-        ([source.stable_name for work in works for source in work.sources], list(ids)),
+        ([source.stable_name for work in works for source in work.sources if not source.database], list(ids)),
     ).fetchone()
     if row != (0,):
         raise NotTogetherError("a trigger of the group writes into one of its sources")
     with another(engine.conn) as fresh:
-        if engine.altered(fresh, works):
+        if engine.altered(fresh, works) or engine.elsewhere.altered(works):
             raise NotTogetherError("partitions came or went")
 
 

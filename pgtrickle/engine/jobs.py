@@ -12,6 +12,7 @@ from pgtrickle.compile.place import Placement, Placer
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark import Forms, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.delta.linear import Linear
+from pgtrickle.delta.program import Program
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.fetch import Fetcher, T
 from pgtrickle.engine.programs import Compiled
@@ -143,6 +144,16 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     forms = frozenset({*keys, *((column, "native") for column, _ in values)})
     counted = tuple(name for name, _ in linear.state_columns)
     return Job(Placer(placement).place(change), forms, tuple(columns), shape, sums=counted)
+
+
+def require_placeable(program: Program) -> None:
+    """Raise AcrossDatabases where a part of it can be computed nowhere: of the change, or of the whole."""
+    placer = Placer("spark")
+    assert program.change is not None
+    placer.place(program.change)
+    placer.place(program.linear.input if program.linear is not None else program.core)
+    if program.linear is None and not program.finish:
+        placer.place(program.plan)
 
 
 def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:

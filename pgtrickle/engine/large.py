@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,6 +27,7 @@ from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine.cut import export
 from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.formats import spark_types
@@ -50,10 +52,10 @@ class LargeWork:
     _frames: dict[Fragment, DataFrame] = field(default_factory=dict)
     _medium: OnExecutors | None = None
 
-    def fetch(self, job: Job, reader: Reader, window: Snapshot | None, exported: str) -> tuple[int, bool]:
+    def fetch(self, job: Job, readers: Mapping[str, Reader], windows: Mapping[str, Snapshot]) -> tuple[int, bool]:
         """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
-        self._medium = OnExecutors(self.conn, exported, self.settings, self.statements)
-        fetcher = Fetcher(reader, window, self._medium)
+        self._medium = OnExecutors(self.settings, self.statements)
+        fetcher = Fetcher(readers, windows, self._medium)
         job.announce(fetcher)
         with large_settings():
             self._frames = job.fetch(fetcher)
@@ -73,8 +75,9 @@ class LargeWork:
     def _compute(self, job: Job, stage: str) -> Staged | None:
         names: dict[Fragment, str | None] = {}
         for i, (fragment, frame) in enumerate(self._frames.items()):
-            names[fragment] = None if frame.isEmpty() else f"SELECT * FROM pgt_large_{i}"
-            frame.createOrReplaceTempView(f"pgt_large_{i}")
+            name = f"pgt_large_{threading.get_ident()}_{i}"  # a thread is at one of them at a time
+            names[fragment] = None if frame.isEmpty() else f"SELECT * FROM {name}"
+            frame.createOrReplaceTempView(name)
         output = job.output(names.__getitem__)
         if output is None:
             return None
@@ -97,20 +100,20 @@ class LargeWork:
 class OnExecutors:
     """Rows on Spark's executors (a Medium)."""
 
-    conn: psycopg.Connection[Any]  # of the cut
-    snapshot: str  # that it exported
     settings: Mapping[str, str]
     statements: list[str]
+    _exported: dict[str, str] = field(default_factory=dict)  # the snapshot of each database's cut
     _kept: list[DataFrame] = field(default_factory=list)
 
     def empty(self, schema: pa.Schema) -> DataFrame:
         return spark_session().createDataFrame(schema.empty_table())
 
     def read(self, request: Request) -> DataFrame:
-        shown = [statement.as_string(self.conn) for statement in self._statements(request)]
+        conn = request.reader.conn
+        shown = [statement.as_string(conn) for statement in self._statements(request)]
         self.statements += shown
         types = spark_types(request.schema)
-        reading = Reading(_worker_conninfo(self.conn), self.snapshot, dict(self.settings), shown, types)
+        reading = Reading(_worker_conninfo(conn), self._snapshot(request.reader), dict(self.settings), shown, types)
         reader = spark_session().read.format(FORMAT).schema(", ".join(f"{name} {type_}" for name, type_ in types))
         return self._keep(reader.option("task", as_option(reading)).load())
 
@@ -141,9 +144,14 @@ class OnExecutors:
         self.count(kept)
         return kept
 
+    def _snapshot(self, reader: Reader) -> str:
+        if reader.database not in self._exported:
+            self._exported[reader.database] = export(reader.conn)
+        return self._exported[reader.database]
+
     def _statements(self, request: Request) -> list[sql.Composable]:
         """One for each part of the table's blocks where the fragment reads one table; else one."""
-        size = self._largest_file(request.plan)
+        size = _largest_file(request.reader.conn, request.plan)
         parts = min(size // _PART + 1, _MOST_PARTS)
         if parts == 1:
             return [request.statement(None)]
@@ -156,20 +164,21 @@ class OnExecutors:
         conditions.append(sql.SQL("ctid >= {}").format(bounds[-1]))
         return [request.statement(condition) for condition in conditions]
 
-    def _largest_file(self, plan: Plan) -> int:
-        if not is_chain(plan):
-            return 0
-        scan = scans_of(plan)[0]
-        relation = scan.relation.oid
-        if scan.version is Version.DELTA:
-            assert scan.relation.buffer is not None
-            name = sql.Identifier(CHANGES_SCHEMA, scan.relation.buffer).as_string(self.conn)
-            row = self.conn.execute("SELECT %s::regclass::oid", (name,)).fetchone()
-            assert row is not None
-            relation = row[0]
-        row = self.conn.execute(load_query("sizes"), {"relations": [relation]}).fetchone()
-        assert row is not None
-        return int(row[1])
+
+def _largest_file(conn: psycopg.Connection[Any], plan: Plan) -> int:
+    """Bytes of the largest file behind a fragment over one table; none for others."""
+    if not is_chain(plan):
+        return 0
+    scan = scans_of(plan)[0]
+    names = (scan.relation.schema, scan.relation.name)
+    if scan.version is Version.DELTA:
+        assert scan.relation.buffer is not None
+        names = (CHANGES_SCHEMA, scan.relation.buffer)
+    row = conn.execute("SELECT %s::regclass::oid", (sql.Identifier(*names).as_string(conn),)).fetchone()
+    assert row is not None
+    row = conn.execute(load_query("sizes"), {"relations": [row[0]]}).fetchone()
+    assert row is not None
+    return int(row[1])
 
 
 def _moves(job: Job) -> str:

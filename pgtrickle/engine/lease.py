@@ -17,6 +17,7 @@ import psycopg
 
 from pgtrickle import __version__
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.connection import another
 
 SECONDS = 30.0
 
@@ -52,7 +53,7 @@ class Lease:
         """Give the lease back, and with it every claim. Where the connection is of no use, it runs out by itself."""
         if not self._renewed or self.conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             return
-        with suppress(psycopg.OperationalError):
+        with suppress(psycopg.OperationalError, psycopg.errors.UndefinedTable):  # the catalog may have been removed
             self.conn.execute("DELETE FROM pgtrickle.pgt_services WHERE service_id = %s", (self.service_id,))
 
     def _keep(self, over: threading.Event) -> None:
@@ -60,7 +61,7 @@ class Lease:
             return
         # Should this fail, the lease ends and whoever takes over is safe from us; the refresh itself finds out.
         try:
-            with psycopg.connect(self.conn.info.dsn, password=self.conn.info.password, autocommit=True) as conn:
+            with another(self.conn) as conn:
                 self._renew(conn)
                 while not over.wait(self.seconds / 3):
                     self._renew(conn)

@@ -13,12 +13,12 @@ from psycopg.rows import dict_row
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
-from pgtrickle.catalog.analysis import Analysis, aggregate_names
+from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
 from pgtrickle.delta.program import Program, build_program
-from pgtrickle.errors import PrivilegeError
+from pgtrickle.errors import PrivilegeError, SourceChangedError
 from pgtrickle.query.bind import Binder
 from pgtrickle.query.dialect import parse
-from pgtrickle.query.plan import Relation
+from pgtrickle.query.plan import Relation, scans_of
 from pgtrickle.query.unsupported import Unsupported
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class Programs:
                 binder = Binder(relations, analysis, self._aggregates)
                 with self.conn.transaction():
                     program = build_program(own.definition, binder)
+                _check_columns(program)
             except Unsupported as error:
                 return Compiled(shape, own, None, error.reason, error.fragment)
             except psycopg.errors.InsufficientPrivilege as error:
@@ -164,6 +165,16 @@ class Programs:
             row = self.conn.execute("SELECT pg_get_viewdef('pg_temp.pgt_proof'::regclass)").fetchone()
         assert row is not None
         return str(row[0])
+
+
+def _check_columns(program: Program) -> None:
+    for scan in scans_of(program.plan):
+        for _, item in scan.fields:
+            if item.attnum == GONE:
+                raise SourceChangedError(
+                    f"column {item.name} of {scan.relation.label} was dropped or retyped there",
+                    "Drop the stream tables that use it, and create them again for the table as it is now.",
+                )
 
 
 def _check_session_values(definition: str) -> None:

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg import sql
 
-from pgtrickle.capture.frontier import Frontier
+from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.delta.simplify import simplify
+from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, set_local, take_cut
-from pgtrickle.engine.decide import Source, changed_sources, decide
+from pgtrickle.engine.decide import decide
+from pgtrickle.engine.elsewhere import Elsewhere, OtherCut
 from pgtrickle.engine.fetch import Fetcher, InMemory, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Programs
+from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import FuseBlownError, PgtrickleError, SourceChangedError, SourceLockedError
@@ -32,6 +36,7 @@ TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "bas
 
 # Bytes of tables' files from which rows pass by the driver: executors read and write them.
 LARGE = 64 << 20
+TOGETHER = 4  # times as much where several stream tables want the same changes
 
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
 WORTH_COUNTING = 1 << 20
@@ -44,13 +49,17 @@ class Reading:
 
     conn: psycopg.Connection[Any]
     programs: Programs
+    elsewhere: Elsewhere
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
     large: int = LARGE
+    _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
     def read(self, works: Sequence[Work]) -> None:
         """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once."""
-        for work in self._read_in_cut(self._read_in_cut(works)):
+        outdated = self._read_in_cut(works)
+        self.elsewhere.realign(outdated)
+        for work in self._read_in_cut([work for work in outdated if work.error is None]):
             work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
 
     def _read_in_cut(self, works: Sequence[Work]) -> list[Work]:
@@ -59,9 +68,17 @@ class Reading:
             return []
         self.compile_unknown(works)
         begin = time.monotonic()
-        with take_cut(self.conn, [f"q_{work.row.pgt_id}" for work in works]) as cut:
+        with self.cut(works) as cut:
             self.on_step("cut")
             return self.read_at(cut, works, begin)
+
+    @contextmanager
+    def cut(self, works: Sequence[Work], *, writes: bool = False) -> Iterator[Cut]:
+        """Cuts of all databases that these stream tables read; of their own last, for it waits for nobody."""
+        with self.elsewhere.cut(works) as others:
+            views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
+            with take_cut(self.conn, views, writes=writes) as cut:
+                yield replace(cut, others=others)
 
     def compile_unknown(self, works: Sequence[Work]) -> None:
         """Make the plans that are not there yet."""
@@ -76,7 +93,7 @@ class Reading:
     def read_at(self, cut: Cut, works: Sequence[Work], begin: float) -> list[Work]:
         """Fetch in the snapshot of a cut that was begun then; gives back those whose plan was not for their query."""
         for work in works:
-            if f"q_{work.row.pgt_id}" in cut.locked:
+            if work.error is None and f"q_{work.row.pgt_id}" in cut.locked:
                 work.error = SourceLockedError(
                     f"a table that {work.row.label} reads is locked by another session",
                     f"`pgtrickle refresh {work.row.label}` waits {LOCK_TIMEOUT} for it; a service tries again by itself.",
@@ -87,28 +104,29 @@ class Reading:
         outdated: list[Work] = []
         shapes = self._shapes(works)
         sources = self._sources(works, cut)
+        self._readers_of = Counter(one.relid for found in sources.values() for one in found if one.changed)
         cut_done = time.monotonic()
         media: dict[Any, InMemory] = {}
         for work in works:
             meaning, shape = shapes[work.row.pgt_id]
-            work.frontier = Frontier(cut.node, cut.snapshot, meaning)
+            work.frontier = Frontier(cut.node, cut.snapshot, meaning, _others(work, cut.others))
+            work.incarnations = {name: cut.others[name].incarnation for name in work.row.databases}
             work.compiled = self.programs.known(work.row.pgt_id)
             assert work.compiled is not None
             work.cut_time, work.merge_mb = cut.time, cut.merge_mb
             work.sources = sources[work.row.pgt_id]
-            if work.compiled.shape != shape:
+            if work.compiled.shape != shape or _changed_shape(work, cut.others):
                 self.programs.plans.forget(work.row.pgt_id)
                 outdated.append(work)
                 continue
             self._attempt(work, partial(self._prepare, work, cut, media))
         prepared = time.monotonic()
         self._read_together(works, media)
-        exported = cut.export() if any(work.large is not None for work in works) else ""
         together = (time.monotonic() - prepared) / len(works)
         for work in works:
             started = time.monotonic()
             if work.error is None and work.job is not None:
-                self._attempt(work, partial(self._fetch, work, exported))
+                self._attempt(work, partial(self._fetch, work))
             if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
                 self._attempt(work, partial(self._fetch_whole, work, cut, media))
             work.phases.fetch = time.monotonic() - started + together
@@ -134,7 +152,7 @@ class Reading:
 
     def _sources(self, works: Sequence[Work], cut: Cut) -> dict[int, list[Source]]:
         frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}
-        return changed_sources(cut, frontiers)
+        return changed_sources(cut, frontiers, cut.others, [source for work in works for source in work.foreign])
 
     def _prepare(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         """Decide what the refresh does, and announce what it will read."""
@@ -142,21 +160,22 @@ class Reading:
         assert work.frontier is not None
         _check_key(work)
         work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
-        self._check_fuse(work)
-        self._compare_costs(work)
+        self._check_fuse(work, cut)
+        self._compare_costs(work, cut)
+        work.frontier = _as_far_as_read(work, work.frontier)
         self._announce(work, cut, media)
 
-    def _check_fuse(self, work: Work) -> None:
+    def _check_fuse(self, work: Work, cut: Cut) -> None:
         """More changes than the fuse lets pass are an operator's to decide on."""
         ceiling = work.row.fuse_ceiling
         assert work.decision is not None
-        if ceiling and work.decision.action in {"DIFFERENTIAL", "FULL"} and self._pending(work) > ceiling:
+        if ceiling and work.decision.action in {"DIFFERENTIAL", "FULL"} and _pending(work, cut) > ceiling:
             raise FuseBlownError(
                 f"the fuse of {work.row.label} has blown: more than {ceiling} changes came at once",
                 f"Look at them, then SELECT pgtrickle.reset_fuse('{work.row.label}', 'apply') or 'reinitialize'.",
             )
 
-    def _compare_costs(self, work: Work) -> None:
+    def _compare_costs(self, work: Work, cut: Cut) -> None:
         """AUTO takes the whole query where the changes are so many that they would cost more."""
         row, decision = work.row, work.decision
         assert decision is not None
@@ -164,7 +183,7 @@ class Reading:
             return
         if sum(source.buffered for source in work.sources if source.changed) < WORTH_COUNTING:
             return
-        work.changes = self._pending(work)
+        work.changes = _pending(work, cut)
         if row.full_seconds and row.row_seconds and work.changes * row.row_seconds > DEARER * row.full_seconds:
             reason = (
                 f"{work.changes} changes would take about {work.changes * row.row_seconds:.1f} s,"
@@ -172,39 +191,30 @@ class Reading:
             )
             work.decision = replace(decision, action="FULL", reason=reason, by_cost=True)
 
-    def _pending(self, work: Work) -> int:
-        """The number of changes that wait in the buffers of a stream table's sources."""
-        known = Frontier.from_json(work.row.frontier)
-        assert known is not None
-        pending = 0
-        for source in work.sources:
-            if source.changed and source.buffer is not None:
-                buffer, window = sql.Identifier(CHANGES_SCHEMA, source.buffer), since(known.snapshot, "__pgt_xid")
-                row = self.conn.execute(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(buffer, window)).fetchone()
-                assert row is not None
-                pending += row[0]
-        return pending
-
     def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         row = work.row
+        if any(source.database and not source.attached for source in work.sources):
+            return  # it is captured first, and read then
         work.job = self._job(work)
         if work.job is None:
             return
         settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
         work.settings = TRANSPORT | settings
-        if self._is_large(work):
+        if self._is_large(work, cut):
             from pgtrickle.engine.large import LargeWork
 
             work.large = LargeWork(cut.conn, work.settings, self.statements)
+            work.readers = self._readers(work, cut)
             return
         key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
         medium = media.setdefault(key, InMemory(cut.conn, self.statements))
-        work.fetcher = Fetcher(self._reader(work), work.window, medium)
+        work.fetcher = Fetcher(self._readers(work, cut), work.windows, medium)
         work.job.announce(work.fetcher)
 
-    def _reader(self, work: Work) -> Reader:
+    def _readers(self, work: Work, cut: Cut) -> dict[str, Reader]:
         row = work.row
-        return Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
+        own = Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
+        return {"": own} | {name: Reader(cut.others[name].conn, None, name, work.settings) for name in row.databases}
 
     def _read_together(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
         """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
@@ -218,12 +228,10 @@ class Reading:
                 if self.conn.broken or self.conn.closed:
                     raise
 
-    def _fetch(self, work: Work, exported: str) -> None:
+    def _fetch(self, work: Work) -> None:
         assert work.job is not None
         if work.large is not None:
-            with self.conn.transaction():
-                set_local(self.conn, work.settings)
-                work.rows_in, work.into_empty = work.large.fetch(work.job, self._reader(work), work.window, exported)
+            work.rows_in, work.into_empty = work.large.fetch(work.job, work.readers, work.windows)
             return
         assert work.fetcher is not None
         medium = work.fetcher.medium
@@ -248,17 +256,28 @@ class Reading:
         work.error, work.large, work.fetcher = None, None, None
         work.decision = replace(work.decision, action="FULL", reason=reason.splitlines()[0])
         self._announce(work, cut, media)
-        self._fetch(work, cut.export() if work.large is not None else "")
+        self._fetch(work)
 
-    def _is_large(self, work: Work) -> bool:
-        """Whether the refresh reads more than should pass through the driver."""
+    def _is_large(self, work: Work, cut: Cut) -> bool:
+        """Whether the refresh reads more than should pass through the driver. Executors have connections of their own."""
         assert work.decision is not None
+        if is_pooled(self.conn):
+            return False
         if work.decision.action == "DIFFERENTIAL":
-            return sum(source.buffered for source in work.sources if source.changed) > self.large
-        sources = [source.relid for source in work.sources] + [work.row.relid]
-        row = self.conn.execute(load_query("sizes"), {"relations": sources}).fetchone()
-        assert row is not None
-        return int(row[0]) > self.large
+            # Read here, changes are read once for all stream tables; by executors, once for each of them.
+            together = any(self._readers_of[source.relid] > 1 for source in work.sources)
+            most = self.large * TOGETHER if together else self.large
+            return sum(source.buffered for source in work.sources if source.changed) > most
+        size = 0
+        for database in ("", *work.row.databases):
+            relations = [source.there or source.relid for source in work.sources if source.database == database]
+            conn = cut.others[database].conn if database else self.conn
+            row = conn.execute(
+                load_query("sizes"), {"relations": relations + ([] if database else [work.row.relid])}
+            ).fetchone()
+            assert row is not None
+            size += int(row[0])
+        return size > self.large
 
     def _job(self, work: Work) -> Job | None:
         """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
@@ -303,4 +322,44 @@ def _check_key(work: Work) -> None:
     raise PgtrickleError(
         f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
         "The query or the key of a source was changed. Drop the stream table and create it again.",
+    )
+
+
+def _pending(work: Work, cut: Cut) -> int:
+    """The number of changes that wait in the buffers of a stream table's sources."""
+    pending = 0
+    for source in work.sources:
+        if source.changed and source.buffer is not None:
+            conn = cut.others[source.database].conn if source.database else cut.conn
+            window = since(work.windows[source.database], "__pgt_xid")
+            buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
+            row = conn.execute(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(buffer, window)).fetchone()
+            assert row is not None
+            pending += row[0]
+    return pending
+
+
+def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
+    """The part of a frontier that is of other databases, at these cuts."""
+    return {name: Reflected(cuts[name].node, cuts[name].snapshot, cuts[name].proof) for name in work.row.databases}
+
+
+def _changed_shape(work: Work, cuts: Mapping[str, OtherCut]) -> bool:
+    """Whether a table elsewhere is not what it was when the query was compiled for it."""
+    for source in work.foreign:
+        found = cuts[source.database].consumed.get((source.consumer, source.there))
+        if found is not None and found.shape != source.shape:
+            return True
+    return False
+
+
+def _as_far_as_read(work: Work, now: Frontier) -> Frontier:
+    """The frontier to store. Where another database has nothing new, what is known of it stays: nothing is left there."""
+    known = Frontier.from_json(work.row.frontier)
+    assert work.decision is not None
+    if known is None or work.decision.action not in {"DIFFERENTIAL", "NO_DATA"}:
+        return now
+    news = {source.database for source in work.sources if source.changed}
+    return replace(
+        now, databases={name: one if name in news else known.databases[name] for name, one in now.databases.items()}
     )

@@ -20,7 +20,8 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.connection import idle
+from pgtrickle.engine.connection import be_pooled, idle
+from pgtrickle.engine.elsewhere import Connections, Elsewhere
 from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
@@ -46,12 +47,16 @@ class Engine:
     lease: Lease | KeptElsewhere | None = None
     policy: Policy = field(default_factory=Policy)
     plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
+    connections: Connections = field(default_factory=Connections)  # to other databases; all engines may share them
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.conn, self.lease or Lease(self.conn))
         self.programs = Programs(self.conn, self.plans)
-        self.reading = Reading(self.conn, self.programs, lambda name: self.on_step(name), self.statements)
+        self.elsewhere = Elsewhere(self.conn, self.connections)
+        self.reading = Reading(
+            self.conn, self.programs, self.elsewhere, lambda name: self.on_step(name), self.statements
+        )
 
     def refresh(self, ids: Sequence[int], initiated_by: str = "MANUAL") -> list[RefreshResult]:
         """Bring the given stream tables up to date, sources before those that read them."""
@@ -86,6 +91,13 @@ class Engine:
             for level in levels:
                 outcome += self._refresh_level(level, initiated_by, retry=True)
             return outcome
+
+    def subscribe(self, pgt_id: int) -> None:
+        """Have the changes captured that a stream table reads in other databases."""
+        work = Work(self.rows([pgt_id])[0], 0)
+        self.elsewhere.subscribe(work, {source.relid for source in self.elsewhere.sources([work])})
+        if work.error is not None:
+            raise work.error
 
     def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
         """Stream tables as the catalog has them."""
@@ -122,6 +134,7 @@ class Engine:
             again = self._retrack(healthy) if retry else []
             again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
             self.compute([work for work in works if work.error is None and work.row.pgt_id not in again])
+            self.elsewhere.prove([work for work in works if work.row.pgt_id not in again])
             for work in works:
                 if work.error is not None or work.row.pgt_id in again:
                     continue
@@ -146,7 +159,7 @@ class Engine:
                     work.large.release()
         self.give_up([work for work in works if work.error is not None], None, initiated_by)
         outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
-        self.purge([work for work in works if work.applied])
+        self.settle([work for work in works if work.applied])
         if again:
             outcome += self._refresh_level(again, initiated_by, retry=False)
         return outcome
@@ -156,19 +169,25 @@ class Engine:
         found = []
         for work in works:
             known = Frontier.from_json(work.row.frontier)
-            if known is not None and work.decision is not None and work.decision.retrack:
-                for relid in work.decision.retrack:
-                    run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
-                if work.frontier is not None and known.node != work.frontier.node:
-                    for source in work.sources:
-                        self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (source.stable_name,))
-                self.programs.plans.forget(work.row.pgt_id)
-                found.append(work.row.pgt_id)
+            stale = work.decision.retrack if work.decision is not None else ()
+            if known is None:  # what it has not read yet is captured as it should be, unless it is not captured at all
+                missing = {source.relid for source in work.sources if not source.attached}
+                stale = tuple(relid for relid in stale if relid in missing)
+            elsewhere = {source.relid for source in work.foreign if source.relid in stale}
+            if not stale or not self.elsewhere.subscribe(work, elsewhere):
+                continue
+            for relid in set(stale) - elsewhere:
+                run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
+            if known is not None and work.frontier is not None and known.node != work.frontier.node:
+                for name in (source.stable_name for source in work.sources if not source.database):
+                    self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
+            self.programs.plans.forget(work.row.pgt_id)
+            found.append(work.row.pgt_id)
         return found
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
-        found = self.altered(self.conn, works)
+        found = [*self.altered(self.conn, works), *self.elsewhere.altered(works)]
         if found and not retry:
             raise SourceChangedError(
                 f"partitions or capture triggers below {found[0].row.label} keep changing", "Refresh again later."
@@ -178,7 +197,12 @@ class Engine:
     @staticmethod
     def altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
         """Those whose sources have other partitions or capture triggers than when they were read."""
-        names = {source.relid: source.signature for work in works for source in work.sources if source.captured}
+        names = {
+            source.relid: source.signature
+            for work in works
+            for source in work.sources
+            if source.attached and not source.database
+        }
         if not names:
             return []
         rows = conn.execute(
@@ -217,6 +241,8 @@ class Engine:
         """Works for those that could be claimed, and the names of the others."""
         tokens = self.claims.take(ids)
         rows = self.rows(ids)
+        if any(row.pooler_compatibility_mode for row in rows):
+            be_pooled(self.conn)
         taken = [row.label for row in rows if row.pgt_id not in tokens]
         if taken and all_or_none:
             self.claims.release(self.conn, list(tokens))
@@ -287,8 +313,16 @@ class Engine:
             "UPDATE pgtrickle.pgt_stream_tables SET reinit_reason = %s WHERE pgt_id = %s", (reason, pgt_id)
         )
 
-    def purge(self, works: Sequence[Work]) -> None:
-        """Remove changes that every stream table on their source has passed."""
-        names = sorted({source.stable_name for work in works for source in work.sources if source.stable_name})
-        for name in names:
+    def settle(self, works: Sequence[Work]) -> None:
+        """After the applies: schedules that are too short, and changes that every stream table on their source has passed."""
+        if works and self.policy.backoff:
+            seconds = time.monotonic() - min(work.started for work in works)
+            parameters = {"ids": [work.row.pgt_id for work in works], "seconds": seconds}
+            self.conn.execute(load_query("stretch"), parameters)
+        self._purge(works)
+
+    def _purge(self, works: Sequence[Work]) -> None:
+        sources = [source for work in works for source in work.sources if not source.database]
+        for name in sorted({source.stable_name for source in sources if source.stable_name}):
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
+        self.elsewhere.purge(works)

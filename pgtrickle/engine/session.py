@@ -95,7 +95,8 @@ def large_settings() -> Iterator[SparkSession]:
     session = spark_session()
     from pgtrickle.engine.executors import PostgresSource
 
-    session.dataSource.register(PostgresSource)
+    with _lock:  # two at once would both find that it is not there
+        session.dataSource.register(PostgresSource)
     for name, value in _LARGE_SETTINGS.items():
         session.conf.set(name, value)
     try:

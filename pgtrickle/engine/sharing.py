@@ -17,6 +17,9 @@ from pgtrickle.engine.jobs import Job, SharedText
 from pgtrickle.query.plan import Fragment
 
 SHARED_FROM = 2  # jobs
+# Of a job. Jobs over the same changes stand on the same rows, unless they share a text: then each brings its own. Few rows cost
+# less than a plan of one's own, many cost more.
+SHARED_ROWS = 2000
 MOST_TEXTS = 64  # that a job keeps
 
 
@@ -27,6 +30,10 @@ class Input:
     job: Job
     tables: Mapping[Fragment, pa.Table]
     parts: Mapping[Fragment, Part]
+
+    def gives_anything(self, filled: Collection[Fragment]) -> bool:
+        """Whether something can come out where only these fragments have rows."""
+        return self.job.output(lambda fragment: "" if fragment in filled else None) is not None
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,14 @@ def share(jobs: Sequence[Input]) -> list[Sharers]:
     alone: list[Sharers] = []
     for number, item in enumerate(jobs):
         filled = frozenset(fragment for fragment, table in item.tables.items() if table.num_rows)
+        if sum(table.num_rows for table in item.tables.values()) > SHARED_ROWS:
+            if item.gives_anything(filled):
+                alone.append(Sharers({number: item}, shareable=False))
+            continue
         try:
             text = item.job.texts.get(filled) or _text(item, filled)
         except NotShareableError:
-            if item.job.output(lambda fragment: "" if fragment in filled else None) is not None:  # noqa: B023
+            if item.gives_anything(filled):
                 alone.append(Sharers({number: item}, shareable=False))
             continue
         if len(item.job.texts) >= MOST_TEXTS:

@@ -24,8 +24,9 @@ def read_together(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> No
     for fetcher in fetchers:
         for plan, forms in fetcher.missing.items():
             scan = change_scan(plan)
-            if scan is not None and fetcher.window is not None:
-                groups.setdefault((scan.relation.oid, fetcher.window), []).append((fetcher, plan, forms))
+            window = fetcher.windows.get(scan.relation.database) if scan is not None else None
+            if scan is not None and window is not None:
+                groups.setdefault((scan.relation.oid, window), []).append((fetcher, plan, forms))
     for wanted in groups.values():
         for i in range(0, len(wanted), _MOST):
             if len(wanted[i : i + _MOST]) > 1:
@@ -36,11 +37,11 @@ def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium:
     first, plan, _ = wanted[0]
     scan = change_scan(plan)
     assert scan is not None
-    assert first.window is not None
+    reader = first.readers[scan.relation.database]
     wide = Wide(scan.relation)
     slices: list[Slice] = [wide.add(plan, forms) for _, plan, forms in wanted]
     columns = [(name, type_, form) for name, type_, form in wide.columns.values()]
-    window = since(first.window, "__pgt_xid")
+    window = since(first.windows[scan.relation.database], "__pgt_xid")
     names = [(name, form_type(type_, form)) for name, type_, form in columns]
     names += [(flag, "boolean") for flag in wide.flags.values()] + [("w", "bigint")]
     schema = pa.schema(
@@ -51,8 +52,8 @@ def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium:
 
     def statement(part: sql.Composable | None) -> sql.Composable:
         assert part is None
-        return first.reader.as_reader(wide.statement().fill(lambda _: window), names)
+        return reader.as_reader(wide.statement().fill(lambda _: window), names)
 
-    whole = medium.read(Request(plan, schema, statement))
+    whole = medium.read(Request(plan, schema, statement, reader))
     for (fetcher, fragment, _), slice_ in zip(wanted, slices, strict=True):
         fetcher.put(fragment, medium.cut_out(whole, slice_))

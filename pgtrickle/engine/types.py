@@ -36,6 +36,8 @@ class StreamTableRow:
     row_seconds: float | None  # what a changed row costs
     fuse_ceiling: int  # more changes than that at once are not applied; 0 for no limit
     placement: str
+    pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
+    databases: list[str]  # others that it reads
     session_settings: dict[str, str]
     defining_query: str
     owner: str | None

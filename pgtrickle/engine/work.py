@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from pgtrickle.capture.frontier import Frontier, Snapshot
-from pgtrickle.engine.decide import Decision, Source
-from pgtrickle.engine.fetch import Fetcher, Part
+from pgtrickle.engine.decide import Decision
+from pgtrickle.engine.elsewhere import ForeignSource
+from pgtrickle.engine.fetch import Fetcher, Part, Reader
 from pgtrickle.engine.jobs import Job
 from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import Phases, StreamTableRow
 from pgtrickle.query.plan import Fragment
 
@@ -37,9 +39,12 @@ class Work:
     settings: dict[str, str] = field(default_factory=dict)  # under which it is read
     fetcher: Fetcher[pa.Table] | None = None
     sources: list[Source] = field(default_factory=list)
+    foreign: list[ForeignSource] = field(default_factory=list)
+    incarnations: dict[str, str] = field(default_factory=dict)  # of other databases' servers, at the cut
     frontier: Frontier | None = None
     cut_time: datetime | None = None
     large: LargeWork | None = None
+    readers: dict[str, Reader] = field(default_factory=dict)  # of a large one
     into_empty: bool = False  # nothing is stored yet
     rows_in: int = 0
     changes: int = 0  # that waited in the buffers; counted only where there are many
@@ -48,7 +53,9 @@ class Work:
     applied: bool = False
 
     @property
-    def window(self) -> Snapshot | None:
-        """The snapshot behind which its changes lie."""
+    def windows(self) -> dict[str, Snapshot]:
+        """For each database the snapshot behind which its changes lie."""
         known = Frontier.from_json(self.row.frontier)
-        return known.snapshot if known is not None else None
+        if known is None:
+            return {}
+        return {"": known.snapshot} | {name: one.snapshot for name, one in known.databases.items()}

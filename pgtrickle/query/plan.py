@@ -87,10 +87,11 @@ class Relation(_Node):
     key: tuple[str, ...] = ()  # the primary key, or a unique key without NULLs
     definition: str | None = None  # a view's canonical text
     buffer: str | None = None  # the change buffer's name in pgtrickle_changes, where it is captured
+    database: str = ""  # the registered database that it is in; empty for the stream table's own
 
     @property
     def label(self) -> str:
-        return f"{self.schema}.{self.name}"
+        return ".".join([*([self.database] if self.database else []), self.schema, self.name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,6 +302,11 @@ def scans_of(plan: Plan) -> list[Scan]:
     if isinstance(plan, Scan):
         return [plan]
     return [scan for child in inputs_of(plan) for scan in scans_of(child)]
+
+
+def databases_of(plan: Plan) -> frozenset[str]:
+    """The databases whose tables the plan reads."""
+    return frozenset(scan.relation.database for scan in scans_of(plan))
 
 
 def used_ids(expression: exp.Expression) -> set[str]:

@@ -7,6 +7,8 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import make_conninfo
 
+from pgtrickle.engine.connection import connect
+
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
@@ -17,4 +19,4 @@ def open_connection(dsn: str, name: str, database: str | None = None) -> psycopg
     known = psycopg.conninfo.conninfo_to_dict(dsn)
     alive = {key: value for key, value in _ALIVE.items() if key not in known}
     conninfo = make_conninfo(dsn, application_name=f"pgtrickle {name}", **target, **alive)
-    return psycopg.connect(conninfo, autocommit=True)
+    return connect(conninfo)

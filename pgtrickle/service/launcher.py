@@ -19,6 +19,7 @@ from pgtrickle.service.connections import open_connection
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
 from pgtrickle.service.settings import Settings, read_settings
+from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.launcher")
@@ -51,6 +52,7 @@ class Launcher:
     config: ServiceConfig
     service_id: uuid.UUID
     pool: Pool
+    watch: Watch
     on_settings: Callable[[], None] = lambda: None
     databases: dict[str, Watched] = field(default_factory=dict)
     problem: str | None = None  # why the server itself is not served
@@ -173,9 +175,11 @@ class Launcher:
             self._postpone(name, watched, crowded)
             return
         if watched.tended is None:
-            workers = Workers(self.server.dsn, name, self.service_id)
+            workers = Workers(self.server.dsn, name, self.service_id, connections=self.watch.connections)
             watched.tended = Tended(f"{self.server.name}/{name}", workers)
-        watched.scheduler = Scheduler(watched.tended, self.pool, self.config.lease_seconds, self.on_settings)
+        watched.scheduler = Scheduler(
+            watched.tended, self.pool, self.config.lease_seconds, self.watch, self.on_settings
+        )
         watched.scheduler.start()
         if watched.problem is None or watched.attempts == 0:
             log.info("scheduler started", extra=self._about(name))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -17,6 +18,8 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.connection import be_pooled
+from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.lease import Lease
 from pgtrickle.service.connections import open_connection
 from pgtrickle.service.cron import ScheduleError, next_time
@@ -25,6 +28,7 @@ from pgtrickle.service.pool import Pool, Task
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.units import Due, Unit, plan_units
 from pgtrickle.service.wake import Waker
+from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.scheduler")
@@ -34,6 +38,7 @@ PRUNE_SECONDS = 60.0
 AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
+LOOK_SECONDS = 1.0  # between two that are written down
 
 
 @dataclass
@@ -69,6 +74,7 @@ class Scheduler:
     tended: Tended
     pool: Pool
     lease_seconds: float
+    watch: Watch = field(default_factory=Watch)
     on_settings: Callable[[], None] = lambda: None
     draining: bool = False  # start nothing new
     failure: BaseException | None = None
@@ -83,6 +89,10 @@ class Scheduler:
         self._hungry = False  # something is due and cannot be begun before something else ends
         self._dag = Dag()
         self._known: dict[int, datetime] = {}
+        self._others: dict[str, str] = {}  # databases that stream tables here read, with their DSNs
+        self._told_looks: dict[str, tuple[float, str | None]] = {}
+        self._looked = 0.0
+        self._hears = False  # whether a NOTIFY is heard here
         self._told_wrong: dict[str, str] = {}
         self._alerted: set[str] = set()
         self._told_settings: Mapping[str, str] = {}
@@ -138,9 +148,13 @@ class Scheduler:
                     raise ReconnectError
                 if not settings.enabled:
                     return
-                if settings.listens != listening:
-                    conn.execute("LISTEN pgtrickle_wake" if settings.listens else "UNLISTEN *")
-                    listening = settings.listens
+                if settings.pooler == "transaction":
+                    be_pooled(conn)
+                self._hears = settings.listens(conn)
+                listens = settings.wakes and self._hears
+                if listens != listening:
+                    conn.execute("LISTEN pgtrickle_wake" if listens else "UNLISTEN *")
+                    listening = listens
                 due_in = self.tick(conn, settings)
                 self.counters.ticks += 1
                 self.counters.tick_seconds += time.monotonic() - begin
@@ -182,8 +196,32 @@ class Scheduler:
 
     def _due(self, conn: psycopg.Connection[Any], settings: Settings) -> list[Due]:
         parameters = {"service": self.service_id, "ahead": timedelta(seconds=settings.interval)}
+        parameters |= self._look_elsewhere(conn, settings)
         with conn.cursor(row_factory=class_row(Due)) as cursor:
             return cursor.execute(load_query("tick"), parameters).fetchall()
+
+    def _look_elsewhere(self, conn: psycopg.Connection[Any], settings: Settings) -> dict[str, list[Any]]:
+        """What was last seen of the databases that stream tables here read."""
+        looks = self.watch.looks(self.tended.name, self._others, settings.interval, self._wake)
+        active = [(name, source, xid) for name, look in looks.items() for source, xid in look.active]
+        seen: dict[str, list[Any]] = {
+            "databases": [name for name, _, _ in active],
+            "names": [source for _, source, _ in active],
+            "xids": [xid for _, _, xid in active],
+        }
+        told = {name: (look.at, look.problem) for name, look in looks.items()}
+        if told and (told != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._told_looks = time.monotonic(), told
+            parameters = {
+                "databases": list(told),
+                "times": [at for at, _ in told.values()],
+                "problems": [problem for _, problem in told.values()],
+                "active": seen["databases"],
+                "names": seen["names"],
+                "xids": seen["xids"],
+            }
+            conn.execute(load_query("looked"), parameters)
+        return seen
 
     def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
         """Stream tables, a few at a time, whose sources were altered without a change of their rows."""
@@ -197,7 +235,7 @@ class Scheduler:
         self._audit_from += AUDITED
         rows = conn.execute(load_query("audit"), {"ids": some}).fetchall()
         return [
-            Due(row[0], False, self._known[row[0]], 0.0, True, "hot")
+            Due(row[0], False, self._known[row[0]], 0.0, True, "hot")  # in this database
             for row in rows
             if row[0] not in known and row[0] not in self._busy
         ]
@@ -219,6 +257,15 @@ class Scheduler:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
         self._dag = Dag.of(upstream, tables, asked)
         self.workers.plans.keep(self._known)
+        self._load_others(conn)
+
+    def _load_others(self, conn: psycopg.Connection[Any]) -> None:
+        rows = conn.execute(
+            "SELECT DISTINCT w.name, w.dsn FROM pgtrickle.pgt_databases w"
+            " JOIN pgtrickle.pgt_foreign_tables f ON f.database = w.name"
+            " JOIN pgtrickle.pgt_dependencies d ON d.source_relid = f.relid"
+        ).fetchall()
+        self._others = dict(rows)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
         """Say when those with a cron schedule are due next, after each refresh."""
@@ -252,7 +299,7 @@ class Scheduler:
         def work(number: int) -> None:
             try:
                 begin = time.monotonic()
-                outcome = self.workers.run(job, unit, settings.policy, settings.listens, number)
+                outcome = self.workers.run(job, unit, settings, self._hears, number)
                 self.counters.refreshes += len(outcome.results)
                 self.counters.failures += len(outcome.failures)
                 self.counters.refresh_seconds += time.monotonic() - begin
@@ -317,9 +364,17 @@ class Scheduler:
             self._watched = now
             self.workers.close_idle()
             self._alert(conn, settings)
+            self._load_others(conn)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now
             conn.execute(load_query("prune"), {"days": settings.history_days})
+            self._tell_others(conn)
+
+    def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
+        """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""
+        elsewhere = Elsewhere(conn, self.watch.connections)
+        for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
+            self.watch.run(partial(elsewhere.connections.keep_only, database, dsn, elsewhere.kept_by(database)))
 
     def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         """Tell once, when it begins, what an operator should know."""

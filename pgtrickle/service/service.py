@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import sys
 import uuid
 from dataclasses import dataclass, field
 
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
+from pgtrickle.service.watch import Watch
 
 log = logging.getLogger("pgtrickle.service")
+
+SWITCH_SECONDS = 0.0005
 
 
 @dataclass
@@ -22,11 +26,15 @@ class Service:
 
     def __post_init__(self) -> None:
         self.pool = Pool(4)
+        self.watch = Watch()
         self.launchers = [
-            Launcher(server, self.config, self.service_id, self.pool, self._fit_pool) for server in self.config.servers
+            Launcher(server, self.config, self.service_id, self.pool, self.watch, self._fit_pool)
+            for server in self.config.servers
         ]
 
     def start(self) -> None:
+        # Who only wants to send a statement would wait 5 ms each time for a thread that takes many rows in.
+        sys.setswitchinterval(SWITCH_SECONDS)
         for launcher in self.launchers:
             launcher.start()
 
@@ -39,6 +47,8 @@ class Service:
             log.warning("refreshes still run after %s s: they are given up", self.config.drain_seconds)
         for launcher in self.launchers:
             launcher.stop(5.0)
+        self.watch.stop()
+        self.watch.connections.close()
         return finished
 
     def _fit_pool(self) -> None:

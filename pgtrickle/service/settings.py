@@ -10,8 +10,11 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.failures import Policy
 from pgtrickle.service.pool import Share
+
+IDLE_IN_APPLY = "60s"
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,18 @@ class Settings:
         return self._number("scheduler_interval_ms") / 1000
 
     @property
-    def listens(self) -> bool:
-        """Whether to wake early on NOTIFY. Behind a pooler in transaction mode nobody would hear it."""
-        return self._on("event_driven_wake") and self.values["connection_pooler_mode"] != "transaction"
+    def wakes(self) -> bool:
+        """Whether to wake early on NOTIFY."""
+        return self._on("event_driven_wake")
+
+    @property
+    def pooler(self) -> str:
+        """What stands between us and the server: off (nothing that was told of), session or transaction."""
+        return self.values["connection_pooler_mode"]
+
+    def listens(self, conn: psycopg.Connection[Any]) -> bool:
+        """Whether this connection can hear a NOTIFY. Behind a pooler in transaction mode nobody would."""
+        return self.pooler == "session" or (self.pooler == "off" and not is_pooled(conn))
 
     @property
     def tiered(self) -> bool:
@@ -53,7 +65,7 @@ class Settings:
 
     @property
     def policy(self) -> Policy:
-        return Policy(self._number("max_consecutive_errors"), self._on("auto_backoff"))
+        return Policy(self._number("max_consecutive_errors"), self._on("auto_backoff"), IDLE_IN_APPLY)
 
     @property
     def history_days(self) -> int:

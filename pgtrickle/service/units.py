@@ -30,6 +30,7 @@ class Due:
     starts_over: bool
     tier: str
     due_in: float = 0.0  # seconds; later ones are told so that they are not looked for too late
+    databases: tuple[str, ...] = ()  # others that it reads
 
     @property
     def slow(self) -> bool:
@@ -62,8 +63,10 @@ def plan_units(due: Sequence[Due], dag: Dag, busy: Collection[int], *, tiered: b
                 units.append(_unit("GROUP", sorted(members), here.values(), tiered))
     asked = [item for item in left.values() if item.asked]
     rest = [item for item in left.values() if not item.asked]
-    units += _split("IMMEDIATE", "IMMEDIATE", asked, tiered)
-    units += _split("FUSED", "SINGLETON", rest, tiered)
+    # A database that does not answer delays those that read it, and nobody else.
+    for databases in sorted({tuple(item.databases) for item in left.values()}):
+        units += _split("IMMEDIATE", "IMMEDIATE", [i for i in asked if tuple(i.databases) == databases], tiered)
+        units += _split("FUSED", "SINGLETON", [i for i in rest if tuple(i.databases) == databases], tiered)
     return sorted(units, key=lambda unit: unit.priority)
 
 

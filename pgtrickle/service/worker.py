@@ -12,21 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psycopg
-from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from pgtrickle.engine.failures import Policy, is_transient
+from pgtrickle.engine.connection import be_pooled
+from pgtrickle.engine.elsewhere import Connections
+from pgtrickle.engine.failures import is_transient
 from pgtrickle.engine.lease import KeptElsewhere
 from pgtrickle.engine.programs import Plans
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import FuseBlownError
 from pgtrickle.service.connections import open_connection
+from pgtrickle.service.settings import Settings
 from pgtrickle.service.units import Unit
 
 log = logging.getLogger("pgtrickle.worker")
 IDLE_SECONDS = 60.0
-IDLE_IN_APPLY = "60s"
 
 
 @dataclass
@@ -37,14 +38,17 @@ class Workers:
     database: str
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
+    connections: Connections = field(default_factory=Connections)  # to other databases
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, job: int, unit: Unit, policy: Policy, notifies: bool, number: int) -> Outcome:
+    def run(self, job: int, unit: Unit, settings: Settings, notifies: bool, number: int) -> Outcome:
         """Refresh the stream tables of a unit."""
         with self._engine(f"worker {number}") as engine:
-            engine.policy = policy
+            engine.policy = settings.policy
             conn = engine.conn
+            if settings.pooler == "transaction":
+                be_pooled(conn)
             conn.execute(
                 "UPDATE pgtrickle.pgt_jobs SET status = 'RUNNING', started_at = clock_timestamp(), worker = %s,"
                 " worker_pid = pg_backend_pid() WHERE job_id = %s",
@@ -70,9 +74,7 @@ class Workers:
             engine = self._idle.pop()[1] if self._idle else None
         if engine is None or engine.conn.closed:
             conn = open_connection(self.dsn, name, self.database)
-            # A process that stands still in an apply would keep the stream table from those who take over.
-            conn.execute(sql.SQL("SET idle_in_transaction_session_timeout = {}").format(sql.Literal(IDLE_IN_APPLY)))
-            engine = Engine(conn, lease=KeptElsewhere(self.service_id), plans=self.plans)
+            engine = Engine(conn, lease=KeptElsewhere(self.service_id), plans=self.plans, connections=self.connections)
         try:
             yield engine
         except BaseException:
@@ -94,7 +96,8 @@ class Workers:
         if notifies and refreshed:
             conn.execute(
                 "SELECT pg_notify('pg_trickle_refresh', left(pgtrickle._refresh_payload(h)::text, 7900))"
-                " FROM pgtrickle.pgt_refresh_history h WHERE h.refresh_id = ANY (%s)",
+                " FROM pgtrickle.pgt_refresh_history h JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)"
+                " WHERE h.refresh_id = ANY (%s) AND NOT s.pooler_compatibility_mode",
                 (refreshed,),
             )
 

@@ -178,7 +178,7 @@ def test_a_query_that_cannot_be(shop: TestDatabase, query: str, said: str) -> No
 
 
 def shop_rows(shop: TestDatabase) -> list[tuple[int]]:
-    with psycopg.connect(shop.dsn) as conn:
+    with psycopg.connect(shop.direct_dsn) as conn:
         return conn.execute("SELECT id FROM orders").fetchall()
 
 
@@ -315,7 +315,7 @@ def test_doctor_finds_what_is_wrong_and_says_what_to_do(shop: TestDatabase, conn
     conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
     conn.execute("UPDATE pgtrickle.pgt_stream_tables SET consecutive_errors = 2, last_error = 'disk full'")
     conn.execute("SELECT pgtrickle.alter_stream_table('revenue', status => 'SUSPENDED')")
-    with psycopg.connect(shop.dsn) as idle:
+    with psycopg.connect(shop.direct_dsn) as idle:
         idle.execute("SELECT 1")
         done = cli(shop.dsn, "doctor", "--json", "--held-seconds", "0", JAVA_HOME="/nonexistent")
     assert done.returncode == 1

@@ -113,7 +113,7 @@ def test_tune_computes_the_budget_from_the_server(shop: TestDatabase, conn: psyc
     conn.execute("SELECT pgtrickle.set('max_dynamic_refresh_workers', '9'), pgtrickle.set('merge_work_mem_mb', '100')")
     with fresh_database(shop.server, "second") as second, fresh_database(shop.server, "disabled") as disabled:
         for other in (second, disabled):
-            with psycopg.connect(other.dsn, autocommit=True) as there:
+            with psycopg.connect(other.direct_dsn, autocommit=True) as there:
                 install_catalog(there)
                 if other is disabled:
                     there.execute("SELECT pgtrickle.set('enabled', 'off')")
@@ -213,7 +213,7 @@ def test_tune_sets_all_or_nothing(shop: TestDatabase, conn: psycopg.Connection) 
     # The last setting of the profile fails for want of its row's lock: the first ones are not kept either.
     conn.execute("SELECT pgtrickle.set('tiered_scheduling', 'off')")
     impatient = make_conninfo(shop.dsn, options="-c lock_timeout=100ms")
-    with psycopg.connect(shop.dsn) as blocker:
+    with psycopg.connect(shop.direct_dsn) as blocker:
         blocker.execute("SELECT FROM pgtrickle.pgt_settings WHERE name = 'tiered_scheduling' FOR UPDATE")
         with pytest.raises(psycopg.errors.LockNotAvailable):
             run(tune, impatient, "--profile", "low-latency", "--apply")

@@ -176,7 +176,7 @@ def test_refresh_all_names_what_it_leaves_out(shop: TestDatabase) -> None:
 
 def test_ctrl_c_gives_the_stream_table_back(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
-    with psycopg.connect(shop.dsn) as blocker:
+    with psycopg.connect(shop.direct_dsn) as blocker:
         blocker.execute("LOCK TABLE orders")  # the refresh has claimed the stream table and waits to read
         process = subprocess.Popen(
             [EXECUTABLE, "refresh", "revenue"], env=environment(shop.dsn), stderr=subprocess.PIPE, text=True

@@ -254,7 +254,7 @@ class Served:
 
     @contextmanager
     def connect(self) -> Iterator[Connection]:
-        with psycopg.connect(self.database.dsn, autocommit=True) as conn:
+        with psycopg.connect(self.database.direct_dsn, autocommit=True) as conn:
             yield conn
 
 

@@ -24,7 +24,7 @@ ZSet = Counter[str]
 @pytest.fixture(scope="module")
 def capture_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
     with fresh_database(server, "capture") as database:
-        with psycopg.connect(database.dsn, autocommit=True) as conn:
+        with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
             install(conn)
         yield database
 
@@ -32,7 +32,7 @@ def capture_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
 @pytest.fixture
 def db(capture_database: TestDatabase) -> Iterator[Connection]:
     """A connection to a database with the catalog, in an empty schema of its own."""
-    with psycopg.connect(capture_database.dsn, autocommit=True) as conn:
+    with psycopg.connect(capture_database.direct_dsn, autocommit=True) as conn:
         conn.execute("DROP SCHEMA IF EXISTS work CASCADE")
         conn.execute("SELECT pgtrickle._untrack_unused()")
         conn.execute("CREATE SCHEMA work")
@@ -43,7 +43,7 @@ def db(capture_database: TestDatabase) -> Iterator[Connection]:
 @pytest.fixture
 def other(capture_database: TestDatabase, db: Connection) -> Iterator[Connection]:
     """A second writer."""
-    with psycopg.connect(capture_database.dsn, autocommit=True) as conn:
+    with psycopg.connect(capture_database.direct_dsn, autocommit=True) as conn:
         conn.execute("SET search_path = work")
         yield conn
 

@@ -147,7 +147,7 @@ def test_virtual_generated_columns_are_captured_by_what_they_are_computed_from(
 def test_a_type_in_a_closed_schema_is_named(capture_database: TestDatabase, db: Connection) -> None:
     owner = capture_database.create_role("closed")
     db.execute(f"GRANT CREATE ON DATABASE {capture_database.name} TO {owner}")
-    with psycopg.connect(capture_database.dsn_as(owner), autocommit=True) as theirs:
+    with psycopg.connect(capture_database.direct_dsn_as(owner), autocommit=True) as theirs:
         theirs.execute("CREATE SCHEMA closed; CREATE TYPE closed.e AS ENUM ('x'); CREATE TABLE closed.t (a closed.e)")
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not use schema closed") as caught:
             theirs.execute("SELECT pgtrickle._attach('closed.t', '{1}')")

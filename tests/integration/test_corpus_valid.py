@@ -46,7 +46,7 @@ class Played:
 
 @pytest.fixture(scope="module")
 def played(server: EmbeddedServer) -> Iterator[Played]:
-    with fresh_database(server, "corpus") as database, psycopg.connect(database.dsn, autocommit=True) as conn:
+    with fresh_database(server, "corpus") as database, psycopg.connect(database.direct_dsn, autocommit=True) as conn:
         conn.execute(SCHEMA_SQL.encode())
         conn.execute("CREATE SCHEMA corpus")
         for query in CORPUS:
@@ -106,7 +106,10 @@ def test_most_queries_change_in_most_rounds(played: Played) -> None:
 
 def test_the_workload_depends_on_its_seed_alone(played: Played, server: EmbeddedServer) -> None:
     for seed, same in ((SEED, True), (SEED + 1, False)):
-        with fresh_database(server, "replay") as database, psycopg.connect(database.dsn, autocommit=True) as conn:
+        with (
+            fresh_database(server, "replay") as database,
+            psycopg.connect(database.direct_dsn, autocommit=True) as conn,
+        ):
             conn.execute(SCHEMA_SQL.encode())
             Workload(seed).load(conn)
             for n in (1, 2):

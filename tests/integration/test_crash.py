@@ -79,7 +79,7 @@ def _frontiers(conn: Connection) -> list[tuple[Any, ...]]:
 def crash_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
     """One database for all steps: a process that died at one must not harm those that follow either."""
     with fresh_database(server, "crash") as database:
-        with pgtrickle.connect(database.dsn) as db, psycopg.connect(database.dsn, autocommit=True) as conn:
+        with pgtrickle.connect(database.dsn) as db, psycopg.connect(database.direct_dsn, autocommit=True) as conn:
             _set_up(conn, db)
         yield database
 
@@ -89,7 +89,7 @@ def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
     number = [*STEPS, RUNNING_JOB].index(step) + 1
     with (
         pgtrickle.connect(crash_database.dsn) as db,
-        psycopg.connect(crash_database.dsn, autocommit=True) as conn,
+        psycopg.connect(crash_database.direct_dsn, autocommit=True) as conn,
     ):
         _change(conn, number * 10)
         if step == RUNNING_JOB:
@@ -146,7 +146,10 @@ def test_a_server_killed_during_the_apply(pg_version: ServerVersion) -> None:
         with EmbeddedServer(base / "data", version=pg_version, settings=settings) as server:
             prepare_server(server)
             with fresh_database(server, "crash") as database:
-                with pgtrickle.connect(database.dsn) as db, psycopg.connect(database.dsn, autocommit=True) as conn:
+                with (
+                    pgtrickle.connect(database.dsn) as db,
+                    psycopg.connect(database.direct_dsn, autocommit=True) as conn,
+                ):
                     _set_up(conn, db)
                 for number, step in enumerate(("load", "commit"), 1):
                     _kill_the_server(server, database, step, number * 10)
@@ -159,14 +162,14 @@ def _kill_the_server(server: EmbeddedServer, database: TestDatabase, step: str, 
         if name == step:
             server.kill()
 
-    with psycopg.connect(database.dsn, autocommit=True) as conn:
+    with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
         _change(conn, number)
         before = {name: fetch_multiset(conn, f"SELECT * FROM {name}") for name in QUERIES}
     with pgtrickle.connect(database.dsn, on_step=kill) as db, pytest.raises(psycopg.OperationalError):
         db.refresh_all()
     assert not server.is_running
     server.start()
-    with psycopg.connect(database.dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
+    with psycopg.connect(database.direct_dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
         assert {name: fetch_multiset(conn, f"SELECT * FROM {name}") for name in QUERIES} == before
         _change(conn, number + 1)
         _expire_claims(conn)

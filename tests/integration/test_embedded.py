@@ -142,14 +142,14 @@ def test_database_and_roles_are_gone_afterwards(server: EmbeddedServer) -> None:
     with fresh_database(server) as database:
         owner = database.create_role("owner")
         other = database.create_role("other")
-        with psycopg.connect(database.dsn) as conn:
+        with psycopg.connect(database.direct_dsn) as conn:
             conn.execute(f"GRANT CREATE ON SCHEMA public TO {owner}")
-        with psycopg.connect(database.dsn_as(owner)) as conn:
+        with psycopg.connect(database.direct_dsn_as(owner)) as conn:
             conn.execute("CREATE TABLE t (x int)")
             conn.execute(f"GRANT SELECT ON t TO {other}")
-        forgotten = psycopg.connect(database.dsn)
+        forgotten = psycopg.connect(database.direct_dsn)
         forgotten.execute("SELECT 1")
-        prepared = psycopg.connect(database.dsn_as(owner))
+        prepared = psycopg.connect(database.direct_dsn_as(owner))
         prepared.execute("INSERT INTO t VALUES (1)")
         prepared.execute("PREPARE TRANSACTION 'forgotten'")
         prepared.close()

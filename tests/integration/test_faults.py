@@ -326,7 +326,7 @@ def test_a_table_rewritten_while_the_cut_waits_for_it(
     query = "SELECT i.id, k.name FROM item AS i JOIN kind AS k USING (grp)"
     db.create_stream_table("named", query)
     conn.execute("INSERT INTO item VALUES (2000, 3, 77, 'committed before the cut')")
-    with psycopg.connect(database.dsn) as owner:
+    with psycopg.connect(database.direct_dsn) as owner:
         owner.execute(rewrite.encode())
         refresh = threading.Thread(target=db.refresh, args=("named",))  # with a plan that is there already
         refresh.start()
@@ -392,7 +392,7 @@ def test_a_transaction_that_met_a_rename_and_commits_late(
     renamed = "SELECT id, grp, amount AS val FROM item WHERE amount > 10"
     conn.execute("CREATE TABLE elsewhere (n int)")
     db.create_stream_table("kept", KEPT)
-    with psycopg.connect(database.dsn) as late:
+    with psycopg.connect(database.direct_dsn) as late:
         late.execute("INSERT INTO elsewhere VALUES (1)")  # has its xid before the rename
         conn.execute("ALTER TABLE item RENAME COLUMN val TO amount")
         late.execute("INSERT INTO item VALUES (500, 1, 500)")
@@ -631,7 +631,7 @@ def test_the_server_restarted_between_refreshes(
     db.create_stream_table("totals", TOTALS)
     conn.execute("UPDATE item SET val = val + 1 WHERE id < 10")
     server.restart()
-    with pgtrickle.connect(database.dsn) as again, psycopg.connect(database.dsn, autocommit=True) as writer:
+    with pgtrickle.connect(database.dsn) as again, psycopg.connect(database.direct_dsn, autocommit=True) as writer:
         writer.execute("UPDATE item SET val = val + 1 WHERE id > 50")
         again.refresh("totals")
         assert_equal_to_query(writer, "totals", TOTALS)

@@ -75,7 +75,7 @@ def test_uninstall_returns_what_only_owners_can_drop(database: TestDatabase, con
     install(conn)
     owner = database.create_role("owner")
     conn.execute(f"GRANT CREATE ON DATABASE {database.name} TO {owner}")
-    with psycopg.connect(database.dsn_as(owner), autocommit=True) as theirs:
+    with psycopg.connect(database.direct_dsn_as(owner), autocommit=True) as theirs:
         theirs.execute('CREATE SCHEMA mine; CREATE TABLE mine.t (a int); CREATE TABLE mine."T" (a int)')
         theirs.execute("SELECT pgtrickle.create_stream_table('mine.\"S t\"', 'SELECT a FROM mine.t')")
         remaining = uninstall(conn, drop_tables=True)
@@ -177,7 +177,7 @@ def test_concurrent_installs_serialise(database: TestDatabase) -> None:
 
     def run() -> None:
         try:
-            with psycopg.connect(database.dsn) as conn:
+            with psycopg.connect(database.direct_dsn) as conn:
                 results.append(install(conn))
         except Exception as error:
             results.append(error)
@@ -200,7 +200,7 @@ def test_foreign_schema_of_the_same_name_is_refused(conn: psycopg.Connection) ->
 def test_installing_needs_create_on_the_database(database: TestDatabase) -> None:
     role = database.create_role("nobody")
     with (
-        psycopg.connect(database.dsn_as(role), autocommit=True) as conn,
+        psycopg.connect(database.direct_dsn_as(role), autocommit=True) as conn,
         pytest.raises(PrivilegeError, match="permission denied") as caught,
     ):
         install(conn)
@@ -210,7 +210,10 @@ def test_installing_needs_create_on_the_database(database: TestDatabase) -> None
 def test_only_the_installing_role_upgrades(database: TestDatabase, conn: psycopg.Connection) -> None:
     install(conn)
     role = database.create_role("other")
-    with psycopg.connect(database.dsn_as(role)) as other, pytest.raises(PrivilegeError, match="belongs to role app"):
+    with (
+        psycopg.connect(database.direct_dsn_as(role)) as other,
+        pytest.raises(PrivilegeError, match="belongs to role app"),
+    ):
         upgrade(other)
 
 
@@ -249,7 +252,7 @@ def test_the_service_role_can_be_named_and_changed(database: TestDatabase, conn:
 
 
 def test_install_inside_a_transaction_is_part_of_it(database: TestDatabase) -> None:
-    with psycopg.connect(database.dsn) as conn:
+    with psycopg.connect(database.direct_dsn) as conn:
         conn.execute("CREATE SCHEMA s; SET LOCAL search_path = s")
         install(conn)
         assert conn.execute("SELECT current_schema()").fetchone() == ("s",)

@@ -96,7 +96,7 @@ def test_owners_of_their_own_and_a_service_that_may_read_nothing(database: TestD
         conn.execute(f"CREATE SCHEMA {owner} AUTHORIZATION {owner}".encode())
         conn.execute(f"GRANT USAGE ON SCHEMA {owner} TO {service}".encode())
     query = f"SELECT id, val + 1 AS val FROM {owner}.fact"
-    with psycopg.connect(database.dsn_as(owner), autocommit=True) as conn:
+    with psycopg.connect(database.direct_dsn_as(owner), autocommit=True) as conn:
         conn.execute(f"CREATE TABLE {owner}.fact (id int PRIMARY KEY, val int)".encode())
         conn.execute(f"INSERT INTO {owner}.fact SELECT i, i FROM generate_series(1, 500) AS i".encode())
         with pgtrickle.connect(database.dsn_as(owner)) as db:
@@ -109,7 +109,7 @@ def test_owners_of_their_own_and_a_service_that_may_read_nothing(database: TestD
 
 
 def test_no_password_reaches_spark(database: TestDatabase) -> None:
-    with psycopg.connect(database.dsn, password="se'cret:\\") as conn:
+    with psycopg.connect(database.direct_dsn, password="se'cret:\\") as conn:
         conninfo = large._worker_conninfo(conn)
         task = as_option(Reading(conninfo, "snapshot", {}, ["SELECT 1"], [("a", "STRING")]))
         assert "cret" not in task

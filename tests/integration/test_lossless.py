@@ -249,7 +249,7 @@ def test_a_change_of_a_transaction_open_at_the_cut_arrives_later(
     at_cut: _AtCut, database: TestDatabase, conn: Connection
 ) -> None:
     """The transaction that is older than the cut commits after one that is younger."""
-    with psycopg.connect(database.dsn) as old, psycopg.connect(database.dsn, autocommit=True) as prepared:
+    with psycopg.connect(database.direct_dsn) as old, psycopg.connect(database.direct_dsn, autocommit=True) as prepared:
         old.execute("INSERT INTO item VALUES (-1, 1, 1000), (-2, 99, 5)")
         prepared.execute("BEGIN")
         prepared.execute("DELETE FROM item WHERE grp = 4")

@@ -138,7 +138,7 @@ def shop(conn: Connection) -> Connection:
 @pytest.fixture
 def visitor(database: TestDatabase, shop: Connection) -> Iterator[Connection]:
     """A role without any right of its own."""
-    with psycopg.connect(database.dsn_as(database.create_role("visitor")), autocommit=True) as conn:
+    with psycopg.connect(database.direct_dsn_as(database.create_role("visitor")), autocommit=True) as conn:
         yield conn
 
 
@@ -215,10 +215,10 @@ def test_the_inventory_has_connections_of_all_databases(
     running = service(shop)
     gone = service(shop, kind="refresh", lease_expires="-infinity")
     with (
-        psycopg.connect(database.dsn, application_name="pgtrickle scheduler") as scheduler,
-        psycopg.connect(database.dsn, application_name="pgtrickle worker 3") as worker,
+        psycopg.connect(database.direct_dsn, application_name="pgtrickle scheduler") as scheduler,
+        psycopg.connect(database.direct_dsn, application_name="pgtrickle worker 3") as worker,
         psycopg.connect(database.server.dsn("postgres"), application_name="pgtrickle launcher") as launcher,
-        psycopg.connect(database.dsn, application_name="pgtrickle demo writer") as other,
+        psycopg.connect(database.direct_dsn, application_name="pgtrickle demo writer") as other,
     ):
         for conn in (shop, visitor):
             found = {
@@ -500,7 +500,7 @@ def test_an_emergency_stop_is_told(shop: Connection) -> None:
 
 def test_who_holds_back_vacuum(database: TestDatabase, shop: Connection) -> None:
     held = "SELECT holder, remedy FROM pgtrickle._held_back('0 s')"
-    with psycopg.connect(database.dsn, application_name="forgotten") as other:
+    with psycopg.connect(database.direct_dsn, application_name="forgotten") as other:
         assert rows(shop, held) == []  # open, but without a snapshot
         other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         other.execute("SELECT 1")
@@ -512,7 +512,7 @@ def test_who_holds_back_vacuum(database: TestDatabase, shop: Connection) -> None
             }
         ]
         assert check(shop, "held_back_xmin")["severity"] == "OK"  # not for five minutes yet
-    with psycopg.connect(database.dsn) as other:
+    with psycopg.connect(database.direct_dsn) as other:
         other.execute("SELECT pg_current_xact_id()")
         other.execute("PREPARE TRANSACTION 'undecided'")
     (prepared,) = rows(shop, held)
@@ -526,9 +526,9 @@ def test_old_transactions_of_others_are_proved_by_frontiers(
 ) -> None:
     totals = create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     with (
-        psycopg.connect(database.dsn) as reader,
-        psycopg.connect(database.dsn) as writer,
-        psycopg.connect(database.dsn) as young,
+        psycopg.connect(database.direct_dsn) as reader,
+        psycopg.connect(database.direct_dsn) as writer,
+        psycopg.connect(database.direct_dsn) as young,
     ):
         reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
         reader.execute("SELECT 1")
@@ -592,7 +592,7 @@ def test_counting_a_buffer_leaves_no_lock_behind_and_waits_for_none(database: Te
         assert value(shop, "SELECT row_count FROM pgtrickle.change_buffer_sizes()") == 1
         locked = "SELECT count(*) FROM pg_locks WHERE pid = pg_backend_pid() AND relation = %s::regclass"
         assert value(shop, locked, [buffer]) == 0
-    with psycopg.connect(database.dsn) as other:
+    with psycopg.connect(database.direct_dsn) as other:
         other.execute(f"LOCK TABLE {buffer} IN ACCESS EXCLUSIVE MODE")
         (found,) = rows(shop, "SELECT buffer, size_bytes FROM pgtrickle.change_buffer_sizes()")
         assert found == {"buffer": buffer, "size_bytes": None}

@@ -71,7 +71,7 @@ def logged(server: EmbeddedServer, request: pytest.FixtureRequest) -> Iterator[L
     with (
         fresh_database(server, "placement") as database,
         recorded(database) as log,
-        psycopg.connect(database.dsn, autocommit=True) as conn,
+        psycopg.connect(database.direct_dsn, autocommit=True) as conn,
     ):
         conn.execute(SCHEMA_SQL)
         workload = Workload(SEED)

@@ -41,7 +41,7 @@ def db(conn: Connection) -> Connection:
 
 @pytest.fixture
 def other(database: TestDatabase) -> Iterator[Connection]:
-    with psycopg.connect(database.dsn) as connection:
+    with psycopg.connect(database.direct_dsn) as connection:
         yield connection
 
 
@@ -258,7 +258,7 @@ def test_purging_gives_up_soon_where_the_buffer_is_being_altered(db: Connection,
 def test_others_may_not_purge(db: Connection, database: TestDatabase) -> None:
     """In a transaction that stays open it would hold up refreshes."""
     with (
-        psycopg.connect(database.dsn_as(database.create_role("nobody"))) as stranger,
+        psycopg.connect(database.direct_dsn_as(database.create_role("nobody"))) as stranger,
         pytest.raises(psycopg.errors.InsufficientPrivilege, match="purge"),
     ):
         stranger.execute("SELECT pgtrickle._purge('x')")
@@ -291,7 +291,7 @@ def test_no_change_is_lost_or_doubled_while_tables_change(db: Connection, databa
     def writer(seed: int) -> None:
         rng = random.Random(seed)
         try:
-            with psycopg.connect(database.dsn, autocommit=True) as conn:
+            with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
                 while not stop.is_set():
                     with conn.transaction(force_rollback=rng.random() < 0.2):
                         write(conn, rng.randint(1, 300))
@@ -321,7 +321,7 @@ def test_no_change_is_lost_or_doubled_while_tables_change(db: Connection, databa
 
     def reader(name: str) -> None:
         try:
-            with psycopg.connect(database.dsn, autocommit=True) as conn:
+            with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
                 while not stop.is_set():
                     batch(conn, name)
         except BaseException as error:

@@ -24,7 +24,7 @@ class Roles:
     service: str
 
     def sql(self, role: str, *statements: str) -> None:
-        with psycopg.connect(self.database.dsn_as(role), autocommit=True) as conn:
+        with psycopg.connect(self.database.direct_dsn_as(role), autocommit=True) as conn:
             for statement in statements:
                 conn.execute(statement.encode())
 
@@ -73,7 +73,7 @@ def test_the_service_refreshes_for_owners_whose_tables_it_may_not_read(roles: Ro
     q = f"SELECT a.kind, b.amount FROM {bob}.orders a JOIN {bob}.orders b ON b.id = a.id + 1"
     queries[create(roles, bob, "pairs", q)] = (bob, q)
     with (
-        psycopg.connect(roles.database.dsn_as(roles.service), autocommit=True) as conn,
+        psycopg.connect(roles.database.direct_dsn_as(roles.service), autocommit=True) as conn,
         pytest.raises(psycopg.errors.InsufficientPrivilege),
     ):
         conn.execute(f"SELECT * FROM {alice}.orders".encode())
@@ -88,7 +88,7 @@ def test_the_service_refreshes_for_owners_whose_tables_it_may_not_read(roles: Ro
                 )
         refresh(roles, *queries)
         for name, (owner, query) in queries.items():
-            with psycopg.connect(roles.database.dsn_as(owner), autocommit=True) as conn:
+            with psycopg.connect(roles.database.direct_dsn_as(owner), autocommit=True) as conn:
                 assert_equal_to_query(conn, name, query)
 
 
@@ -156,9 +156,9 @@ def test_an_owners_code_cannot_reach_another_owners_table(roles: Roles, way: str
     refresh(roles, name, other)
     roles.sql(bob, f"INSERT INTO {bob}.orders VALUES (900, 'late', 1)")
     refresh(roles, name, other)
-    with psycopg.connect(roles.database.dsn_as(alice), autocommit=True) as conn:
+    with psycopg.connect(roles.database.direct_dsn_as(alice), autocommit=True) as conn:
         assert conn.execute(f"SELECT count(*) FROM {alice}.orders".encode()).fetchone() == (20,)
-    with psycopg.connect(roles.database.dsn_as(bob), autocommit=True) as conn:
+    with psycopg.connect(roles.database.direct_dsn_as(bob), autocommit=True) as conn:
         assert conn.execute(f"SELECT * FROM {bob}.loot".encode()).fetchall() == []
         assert conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone() == (21,)
 
@@ -173,7 +173,7 @@ def test_a_service_with_a_login_of_its_own(roles: Roles) -> None:
     service = roles.database.dsn_as(roles.service)
     with (
         running_service(service, roles.database.name),
-        psycopg.connect(roles.database.dsn_as(alice), autocommit=True) as conn,
+        psycopg.connect(roles.database.direct_dsn_as(alice), autocommit=True) as conn,
     ):
         fresh(conn, merged)
         roles.sql(alice, f"UPDATE {alice}.orders SET amount = amount + 1", f"DELETE FROM {alice}.orders WHERE id = 4")

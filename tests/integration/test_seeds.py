@@ -100,8 +100,8 @@ class Busy:
 def live(server: EmbeddedServer) -> Iterator[Live]:
     with (
         fresh_database(server, "seeds") as database,
-        psycopg.connect(database.dsn, autocommit=True) as owner,
-        psycopg.connect(database.dsn_as(database.create_role("visitor")), autocommit=True) as visitor,
+        psycopg.connect(database.direct_dsn, autocommit=True) as owner,
+        psycopg.connect(database.direct_dsn_as(database.create_role("visitor")), autocommit=True) as visitor,
     ):
         install(owner)
         owner.execute("SELECT pgtrickle.set('pg_trickle.max_dynamic_refresh_workers', '1')")
@@ -142,7 +142,7 @@ def busy(live: Live) -> Iterator[Busy]:
 def working(live: Live) -> Iterator[Busy]:
     """A worker that cannot get on, and a job that waits for it; afterwards both are done."""
     owner, began = live.owner, value(live.owner, "SELECT clock_timestamp()")
-    with psycopg.connect(live.database.dsn) as blocker:
+    with psycopg.connect(live.database.direct_dsn) as blocker:
         pid = blocker.info.backend_pid
         blocker.execute("LOCK TABLE totals IN SHARE MODE")
         owner.execute("INSERT INTO item (grp, val) SELECT i, i FROM generate_series(1, 3) AS i")
@@ -349,7 +349,7 @@ class Tuned:
 
     @contextmanager
     def owner(self) -> Iterator[Connection]:
-        with psycopg.connect(self.database.dsn, autocommit=True) as conn:
+        with psycopg.connect(self.database.direct_dsn, autocommit=True) as conn:
             yield conn
 
     def used(self) -> dict[str, str]:
@@ -390,7 +390,7 @@ def own_server(version: ServerVersion) -> Iterator[EmbeddedServer]:
 @pytest.fixture(scope="module")
 def tuned(pg_version: ServerVersion) -> Iterator[Tuned]:
     with own_server(pg_version) as server, fresh_database(server, "tuned") as database:
-        with psycopg.connect(database.dsn) as conn:
+        with psycopg.connect(database.direct_dsn) as conn:
             install(conn)
         with running_service(database.dsn, database.name, lease_seconds=LEASE_SECONDS) as service:
             yield Tuned(database, service)
@@ -577,10 +577,10 @@ def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
     server = tuned.database.server
     with fresh_database(server, "first") as first, fresh_database(server, "second") as second:
         for database in (first, second):
-            with psycopg.connect(database.dsn) as conn:
+            with psycopg.connect(database.direct_dsn) as conn:
                 install(conn)
         with (
-            psycopg.connect(first.dsn, autocommit=True) as owner,
+            psycopg.connect(first.direct_dsn, autocommit=True) as owner,
             psycopg.connect(first.superuser_dsn, autocommit=True) as superuser,
             running_service(first.dsn, first.name, second.name, lease_seconds=LEASE_SECONDS) as service,
         ):
@@ -610,7 +610,7 @@ def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
             watched = service.launchers[0].databases[second.name]
             until(lambda: watched.problem == "pg_trickle.max_databases is 1")
             assert served() == {first.name}
-            with psycopg.connect(second.dsn, autocommit=True) as there:
+            with psycopg.connect(second.direct_dsn, autocommit=True) as there:
                 health = rows(there, "SELECT detail FROM pgtrickle.health_check() WHERE check_name = 'service'")
                 assert [row["detail"] for row in health] == [
                     "no service looks after this database; one could not: pg_trickle.max_databases is 1"
@@ -618,7 +618,7 @@ def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
             owner.execute("SELECT pgtrickle.set(%s, NULL)", (most,))
             until(lambda: served() == both)
 
-            with psycopg.connect(second.dsn, autocommit=True) as there:
+            with psycopg.connect(second.direct_dsn, autocommit=True) as there:
                 # As an ordinary role: ALTER DATABASE … SET counts first, so it goes.
                 superuser.execute(f"ALTER DATABASE {second.name} RESET ALL".encode())
                 there.execute("SELECT pgtrickle.set(%s, 'off')", (enabled,))

@@ -111,7 +111,7 @@ def test_readers_of_a_diamond_never_see_half_of_a_change(database: TestDatabase,
     over = threading.Event()
 
     def look() -> None:
-        with psycopg.connect(database.dsn, autocommit=True) as reader:
+        with psycopg.connect(database.direct_dsn, autocommit=True) as reader:
             while not over.is_set():
                 row = reader.execute(
                     "SELECT (SELECT sum(total) FROM even), (SELECT sum(total) FROM odd), even, odd FROM merged"
@@ -149,7 +149,7 @@ def test_readers_of_a_group_by_request_never_see_half_of_a_transfer(database: Te
     over = threading.Event()
 
     def look() -> None:
-        with psycopg.connect(database.dsn, autocommit=True) as reader:
+        with psycopg.connect(database.direct_dsn, autocommit=True) as reader:
             while not over.is_set():
                 row = reader.execute("SELECT h.total, t.total FROM here AS h, there AS t").fetchone()
                 if row is not None:
@@ -171,7 +171,10 @@ def test_readers_of_a_group_by_request_never_see_half_of_a_transfer(database: Te
 
 
 def test_a_stream_table_that_fails_is_suspended_and_the_others_go_on(database: TestDatabase, shop: Connection) -> None:
-    with running_service(database.dsn, database.name), psycopg.connect(database.dsn, autocommit=True) as listener:
+    with (
+        running_service(database.dsn, database.name),
+        psycopg.connect(database.direct_dsn, autocommit=True) as listener,
+    ):
         listener.execute("LISTEN pgtrickle_alert")
         create(shop, "totals", TOTALS)
         create(shop, "broken", "SELECT id, 1 / (val - 1000) AS x FROM item")
@@ -200,7 +203,7 @@ def test_a_locked_source_holds_up_only_those_that_read_it(database: TestDatabase
         create(shop, "totals", TOTALS)
         create(shop, "others", "SELECT id FROM other")
         fresh(shop, "totals", "others")
-        with psycopg.connect(database.dsn) as blocker:
+        with psycopg.connect(database.direct_dsn) as blocker:
             blocker.execute("INSERT INTO item VALUES (7000, 1, 1)")
             blocker.execute("LOCK TABLE item")
             shop.execute(
@@ -312,9 +315,9 @@ def test_a_scheduler_that_crashes_again_and_again_is_told_in_the_database(
 
 
 def test_two_databases_are_independent(database: TestDatabase, server: EmbeddedServer, shop: Connection) -> None:
-    with fresh_database(server, "second") as second, psycopg.connect(second.dsn, autocommit=True) as there:
+    with fresh_database(server, "second") as second, psycopg.connect(second.direct_dsn, autocommit=True) as there:
         prepare(second.dsn)
-        with running_service(database.dsn, database.name, second.name), psycopg.connect(database.dsn) as blocker:
+        with running_service(database.dsn, database.name, second.name), psycopg.connect(database.direct_dsn) as blocker:
             create(shop, "totals", TOTALS)
             create(there, "totals", TOTALS)
             fresh(shop, "totals")

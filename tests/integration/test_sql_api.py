@@ -74,10 +74,10 @@ def roles(database: TestDatabase, conn: Connection) -> Iterator[Roles]:
     for name in ("installer", "alice", "bob"):
         conn.execute(f"GRANT CREATE ON DATABASE {database.name} TO {names[name]}")
     with (
-        psycopg.connect(database.dsn_as(names["installer"]), autocommit=True) as installer,
-        psycopg.connect(database.dsn_as(names["alice"]), autocommit=True) as alice,
-        psycopg.connect(database.dsn_as(names["bob"]), autocommit=True) as bob,
-        psycopg.connect(database.dsn_as(names["service"]), autocommit=True) as service,
+        psycopg.connect(database.direct_dsn_as(names["installer"]), autocommit=True) as installer,
+        psycopg.connect(database.direct_dsn_as(names["alice"]), autocommit=True) as alice,
+        psycopg.connect(database.direct_dsn_as(names["bob"]), autocommit=True) as bob,
+        psycopg.connect(database.direct_dsn_as(names["service"]), autocommit=True) as service,
     ):
         install(installer, service_role=names["service"])
         for owner, schema in ((alice, "alice"), (bob, "bob")):
@@ -381,7 +381,7 @@ def test_refresh_and_wait(shop: Connection, database: TestDatabase, status: str,
     create(shop, "x", "SELECT id FROM orders", initialize=False)
 
     def serve() -> None:
-        with psycopg.connect(database.dsn, autocommit=True) as service:
+        with psycopg.connect(database.direct_dsn, autocommit=True) as service:
             while not service.execute(
                 "UPDATE pgtrickle.pgt_requests SET status = %s, error = %s WHERE status = 'PENDING'", [status, error]
             ).rowcount:
@@ -470,7 +470,7 @@ def test_emergency_stop_and_resume(shop: Connection, database: TestDatabase) -> 
     create(shop, "x", "SELECT id FROM orders")
     create(shop, "y", "SELECT id FROM customers")
     shop.execute("SELECT pgtrickle.alter_stream_table('y', status => 'SUSPENDED')")
-    with psycopg.connect(database.dsn) as writer:
+    with psycopg.connect(database.direct_dsn) as writer:
         writer.execute("INSERT INTO shop.orders VALUES (1)")  # holds the table
         assert shop.execute("SELECT pgtrickle.emergency_stop()::text").fetchall() == [("orders",)]
     states = "SELECT pgt_name, status, reinit_reason FROM pgtrickle.pgt_stream_tables ORDER BY 1"
@@ -649,7 +649,7 @@ def test_members_of_the_owning_role_act_for_it(roles: Roles) -> None:
 
 def test_two_who_create_at_the_same_time(roles: Roles) -> None:
     errors: list[psycopg.Error] = []
-    with psycopg.connect(roles.database.dsn_as(roles.alice.info.user), autocommit=True) as second:
+    with psycopg.connect(roles.database.direct_dsn_as(roles.alice.info.user), autocommit=True) as second:
         second.execute("SET search_path = alice")
 
         def many(conn: Connection, prefix: str) -> None:
@@ -671,7 +671,7 @@ def test_two_who_create_at_the_same_time(roles: Roles) -> None:
 def test_who_creates_on_the_same_source_waits_for_the_other(roles: Roles) -> None:
     create(roles.alice, "first", "SELECT a FROM t")
     errors: list[psycopg.Error] = []
-    with psycopg.connect(roles.database.dsn_as(roles.alice.info.user), autocommit=True) as second:
+    with psycopg.connect(roles.database.direct_dsn_as(roles.alice.info.user), autocommit=True) as second:
         second.execute("SET search_path = alice")
 
         def late() -> None:

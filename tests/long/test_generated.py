@@ -49,7 +49,7 @@ class _Case:
 def test_generated_queries_are_exact_after_every_round(database: TestDatabase, batch: int) -> None:
     print(f"seed {SEED}, numbers from {batch * STRIDE}")
     size = min(BATCH, NUMBER - batch * BATCH)
-    with psycopg.connect(database.dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
+    with psycopg.connect(database.direct_dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
         db.install()
         conn.execute(SCHEMA_SQL)
         conn.execute("CREATE SCHEMA st")

@@ -13,6 +13,7 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.embedded.server import EmbeddedServer
+from tests.support.pgbouncer import Pooler
 
 APP_ROLE = "app"
 
@@ -35,18 +36,27 @@ class TestDatabase:
 
     server: EmbeddedServer
     name: str
+    pooler: Pooler | None = None
     _roles: list[str] = field(default_factory=list, repr=False)
 
     @property
     def dsn(self) -> str:
-        """As `app`, the owner."""
+        """As `app`, the owner; for pgtrickle, which may have to go through a pooler."""
         return self.dsn_as(APP_ROLE)
+
+    @property
+    def direct_dsn(self) -> str:
+        """As `app`; for the tests' own connections."""
+        return self.direct_dsn_as(APP_ROLE)
 
     @property
     def superuser_dsn(self) -> str:
         return self.server.dsn(self.name)
 
     def dsn_as(self, role: str) -> str:
+        return self.direct_dsn_as(role) if self.pooler is None else self.pooler.dsn(self.name, role)
+
+    def direct_dsn_as(self, role: str) -> str:
         return self.server.dsn(self.name, role)
 
     def create_role(self, name: str) -> str:
@@ -68,10 +78,10 @@ def prepare_server(server: EmbeddedServer) -> None:
 
 
 @contextmanager
-def fresh_database(server: EmbeddedServer, hint: str = "test") -> Iterator[TestDatabase]:
+def fresh_database(server: EmbeddedServer, hint: str = "test", pooler: Pooler | None = None) -> Iterator[TestDatabase]:
     """A new database for the duration of the block; `hint` makes its name recognisable in logs."""
     readable = re.sub(r"\W", "_", hint)[:40]
-    database = TestDatabase(server, f"{readable}_{uuid4().hex[:8]}")
+    database = TestDatabase(server, f"{readable}_{uuid4().hex[:8]}", pooler)
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         # template0 takes no connections, so nobody can be in the way of the copy.
         conn.execute(

@@ -33,7 +33,7 @@ def run_rounds(database: TestDatabase, queries: list[CorpusQuery], placement: st
     """All rounds; gives back every statement that was sent to the sources."""
     print(f"seed {seed}, placement {placement}, {len(queries)} queries")
     statements: list[str] = []
-    with psycopg.connect(database.dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
+    with psycopg.connect(database.direct_dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
         conn.execute(SCHEMA_SQL)
         workload = Workload(seed)
         workload.load(conn)

@@ -15,7 +15,7 @@ from tests.support.database import TestDatabase
 _ENTRY = re.compile(
     r"^\d{4}-\d\d-\d\d [^[]*\[\d+\] (?:(?P<database>[^|]*)\|(?P<application>[^|]*)\| )?(?P<level>[A-Z]+):  "
 )
-_STATEMENT = re.compile(r"(?:statement|execute [^:]*): (?P<text>.*)", re.DOTALL)
+_STATEMENT = re.compile(r"(?P<how>statement|execute [^:]*): (?P<text>.*)", re.DOTALL)
 
 
 class ServerLog:
@@ -27,6 +27,11 @@ class ServerLog:
 
     def statements(self) -> Iterator[tuple[str, str]]:
         """Every logged statement with the application_name it ran under, in order."""
+        for application, _, text in self.sent():
+            yield application, text
+
+    def sent(self) -> Iterator[tuple[str, str, str]]:
+        """The same with how it was sent: `statement`, `execute <unnamed>`, or `execute` and a prepared statement's name."""
         with self._database.server.log_path.open("rb") as log:
             log.seek(self._start)
             text = log.read().decode()
@@ -36,7 +41,7 @@ class ServerLog:
                 continue
             statement = _STATEMENT.fullmatch(entry[match.end() :])
             if statement is not None:
-                yield match["application"], statement["text"]
+                yield match["application"], statement["how"], statement["text"]
 
 
 def _entries(text: str) -> Iterator[str]:

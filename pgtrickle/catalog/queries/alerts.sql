@@ -8,4 +8,4 @@ WHERE b.rows > %(rows)s
 UNION ALL
 SELECT 'stretch ' || pgt_id, 'scheduler_falling_behind', pgt_id,
        jsonb_build_object('stretch', stretch, 'seconds', last_seconds, 'schedule', schedule)
-FROM pgtrickle.pgt_stream_tables WHERE stretch > 1 AND status = 'ACTIVE';
+FROM pgtrickle.pgt_stream_tables WHERE stretch >= 1.5 AND status = 'ACTIVE';

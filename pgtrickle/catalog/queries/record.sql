@@ -11,12 +11,7 @@ WITH moved AS (
         row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0
                            THEN coalesce(0.7 * row_seconds + 0.3 * %(cost)s / %(changes)s, %(cost)s / %(changes)s)
                            WHEN %(by_cost)s THEN 0.9 * row_seconds ELSE row_seconds END,
-        -- A refresh that takes longer than its schedule would leave no time for anything else. As far as needed, not further.
-        stretch = CASE WHEN every IS NULL OR NOT %(backoff)s THEN 1
-                       WHEN %(seconds)s > 0.95 * extract(epoch FROM every) * stretch THEN least(8, stretch * 2)
-                       WHEN %(seconds)s < 0.8 * extract(epoch FROM every) * stretch / 2 THEN greatest(1, stretch / 2)
-                       ELSE stretch END,
-        next_due = CASE WHEN every IS NULL THEN 'infinity' ELSE %(time)s + every * stretch END,
+        stretch = 1, next_due = CASE WHEN every IS NULL THEN 'infinity' ELSE %(time)s + every END,
         data_version = data_version + CASE WHEN %(changed)s THEN 1 ELSE 0 END
     WHERE pgt_id = %(id)s
 ), written AS (

@@ -9,6 +9,7 @@ SELECT d.pgt_id,
        d.source_schema AS schema,
        d.source_name AS name,
        d.source_type,
+       f.database,
        d.capture_signature AS known_signature,
        t.signature,
        b.relname AS buffer,
@@ -20,4 +21,5 @@ FROM pgtrickle.pgt_dependencies d
 LEFT JOIN signed t ON t.source_relid = d.source_relid
 LEFT JOIN pg_class b ON b.oid = t.buffer_relid
 LEFT JOIN pg_class c ON c.oid = d.source_relid
+LEFT JOIN pgtrickle.pgt_foreign_tables f ON f.relid = d.source_relid
 WHERE d.pgt_id = ANY (%(ids)s);

@@ -20,7 +20,10 @@ SELECT s.pgt_id,
        s.row_seconds,
        CASE WHEN s.fuse_passes THEN 0
             ELSE coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint) END AS fuse_ceiling,
-       coalesce(s.placement, pgtrickle._setting('placement')) AS placement,
+       -- What no single database can compute is Spark's.
+       CASE WHEN elsewhere.databases IS NOT NULL THEN 'spark' ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
+       s.pooler_compatibility_mode,
+       coalesce(elsewhere.databases, '{}') AS databases,
        s.session_settings,
        s.defining_query,
        pg_get_userbyid(c.relowner) AS owner,
@@ -28,5 +31,10 @@ SELECT s.pgt_id,
        coalesce(pgtrickle._ownership_problem(s.pgt_id), pgtrickle._privilege_problem(s.pgt_id)) AS problem
 FROM pgtrickle.pgt_stream_tables s
 LEFT JOIN pg_class c ON c.oid = s.pgt_relid
+CROSS JOIN LATERAL (
+    SELECT array_agg(DISTINCT f.database) AS databases
+    FROM pgtrickle.pgt_dependencies d JOIN pgtrickle.pgt_foreign_tables f ON f.relid = d.source_relid
+    WHERE d.pgt_id = s.pgt_id
+) AS elsewhere
 WHERE %(ids)s::bigint[] IS NULL OR s.pgt_id = ANY (%(ids)s)
 ORDER BY s.pgt_id;

@@ -3,9 +3,13 @@
 -- Also those that have changes and are due before the next look: they say when that is. One that reads a stream table which
 -- is due now goes along with it, a little early: level by level they would be late by the time that all levels take.
 WITH RECURSIVE active AS MATERIALIZED (
-    SELECT DISTINCT source_stable_name, xid FROM pgtrickle_changes.pgt_activity
+    SELECT DISTINCT '' AS database, source_stable_name, xid FROM pgtrickle_changes.pgt_activity
+    UNION ALL
+    -- What was last seen of other databases.
+    SELECT o.database, o.database || '/' || o.name, o.xid
+    FROM unnest(%(databases)s::text[], %(names)s::text[], %(xids)s::bigint[]) AS o (database, name, xid)
 ), newest AS (
-    SELECT source_stable_name, max(xid) AS xid FROM active GROUP BY 1
+    SELECT database, source_stable_name, max(xid) AS xid FROM active GROUP BY 1, 2
 ), candidate AS (
     SELECT pgt_id, bool_or(asked) AS asked, bool_or(unprompted) AS unprompted FROM (
         SELECT pgt_id, true AS asked, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING'
@@ -27,13 +31,16 @@ WITH RECURSIVE active AS MATERIALIZED (
     WHERE c.asked
        OR s.may AND (c.unprompted OR EXISTS (
               SELECT FROM pgtrickle.pgt_dependencies d JOIN newest n USING (source_stable_name)
+              CROSS JOIN LATERAL (
+                  SELECT CASE n.database WHEN '' THEN s.frontier ELSE s.frontier #> ARRAY['databases', n.database] END
+              ) AS f (frontier)
               WHERE d.pgt_id = s.pgt_id
-                AND (n.xid >= pg_snapshot_xmax((s.frontier ->> 'snapshot')::pg_snapshot)::text::bigint
-                         AND n.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint
+                AND (n.xid >= pg_snapshot_xmax((f.frontier ->> 'snapshot')::pg_snapshot)::text::bigint
+                         AND n.xid IS DISTINCT FROM (f.frontier ->> 'passed')::bigint
                      OR EXISTS (SELECT FROM active a
                                 WHERE a.source_stable_name = d.source_stable_name
-                                  AND NOT pg_visible_in_snapshot(a.xid::text::xid8, (s.frontier ->> 'snapshot')::pg_snapshot)
-                                  AND a.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint))))
+                                  AND NOT pg_visible_in_snapshot(a.xid::text::xid8, (f.frontier ->> 'snapshot')::pg_snapshot)
+                                  AND a.xid IS DISTINCT FROM (f.frontier ->> 'passed')::bigint))))
 ), reached AS (
     SELECT pgt_id, pgt_relid FROM due WHERE now
     UNION
@@ -46,6 +53,8 @@ WITH RECURSIVE active AS MATERIALIZED (
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
        s.reinit_reason IS NOT NULL AS starts_over,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
+       ARRAY(SELECT DISTINCT split_part(d.source_stable_name, '/', 1) FROM pgtrickle.pgt_dependencies d
+             WHERE d.pgt_id = s.pgt_id AND d.source_type = 'OTHER_DATABASE' ORDER BY 1) AS databases,
        CASE WHEN reached.pgt_id IS NOT NULL THEN 0
             ELSE greatest(0, extract(epoch FROM s.next_due - clock_timestamp()))::double precision END AS due_in
 FROM reached FULL JOIN due USING (pgt_id) JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)

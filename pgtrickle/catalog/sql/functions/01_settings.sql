@@ -108,6 +108,13 @@ BEGIN
 END
 $$;
 
+-- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by itself.
+CREATE OR REPLACE FUNCTION pgtrickle._wake(reason text) RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pg_notify('pgtrickle_wake', reason) WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle.set(name text, value text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -138,7 +145,7 @@ BEGIN
     ELSIF short = 'default_schedule_seconds' THEN
         PERFORM pgtrickle._settle_schedules();
     END IF;
-    PERFORM pg_notify('pgtrickle_wake', 'setting ' || short);
+    PERFORM pgtrickle._wake('setting ' || short);
 END
 $$;
 

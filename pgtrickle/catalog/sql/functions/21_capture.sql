@@ -22,6 +22,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute')
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers WHERE seen_at > clock_timestamp() - interval '1 minute')
        AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._tree(buffer) AS part)
            > pgtrickle._setting('max_buffer_rows')::bigint
 $$;

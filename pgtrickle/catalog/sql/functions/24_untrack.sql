@@ -16,7 +16,8 @@ DECLARE
 BEGIN
     SELECT source_relid INTO source FROM pgtrickle.pgt_change_tracking AS t
     WHERE t.source_stable_name = stable_name FOR UPDATE SKIP LOCKED;
-    RETURN FOUND AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = source);
+    RETURN FOUND AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = source)
+        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = source);
 END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._is_unused(text) FROM PUBLIC;
@@ -59,6 +60,7 @@ BEGIN
     FOR tracking IN
         SELECT t.source_relid, t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t
         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = t.source_relid)
+          AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = t.source_relid)
     LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, true) THEN
             RETURN NEXT tracking.source_relid;

@@ -62,6 +62,11 @@ BEGIN
        OR NOT pg_try_advisory_xact_lock(hashtextextended('pgtrickle.purge ' || stable_name, 0)) THEN
         RETURN 0;
     END IF;
+    -- Who has not been seen for long is not waited for when there is too much: it will start over.
+    IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part) > pgtrickle._setting('max_buffer_rows')::bigint THEN
+        UPDATE pgtrickle.pgt_consumers AS c SET snapshot = NULL, proof = NULL, former_proof = NULL
+        WHERE c.source_stable_name = stable_name AND c.proof IS NOT NULL AND c.seen_at < clock_timestamp() - interval '10 minutes';
+    END IF;
     -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
     -- change from then on. If it died, its next refresh takes the claim over. One that begins after this statement
     -- needs nothing that this statement's snapshot has seen, and so counts as one more reader with that frontier.
@@ -73,6 +78,10 @@ BEGIN
         CROSS JOIN (SELECT c.system_identifier || '/' || b.oid AS node FROM pg_control_system() AS c
                     JOIN pg_database AS b ON b.datname = current_database()) AS n
         WHERE d.source_stable_name = stable_name
+        UNION ALL
+        -- Stream tables elsewhere: one that has stored nothing yet may be at its first filling.
+        SELECT c.snapshot IS NULL, c.proof IS NOT NULL OR c.seen_at > clock_timestamp() - interval '10 minutes', c.snapshot
+        FROM pgtrickle.pgt_consumers AS c WHERE c.source_stable_name = stable_name
         UNION ALL
         SELECT false, false, pg_current_snapshot()
     )

@@ -131,15 +131,18 @@ BEGIN
         (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name)
     SELECT id, source.relation, n.nspname, c.relname,
            CASE WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
+                WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
                 WHEN NOT pgtrickle._can_capture(source.relation) THEN CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END
                 WHEN c.relkind = 'p' THEN 'PARTITIONED' ELSE 'TABLE' END,
            source.columns,
-           coalesce((SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source.relation),
+           coalesce(f.database || '/' || f.source_stable_name,
+                    (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source.relation),
                     pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)))
     FROM pgtrickle.pgt_stream_tables AS s
     CROSS JOIN LATERAL pgtrickle._sources(s.view_relid) AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation
     WHERE s.pgt_id = id;
 
     PERFORM pgtrickle._grant_buffers(id);
@@ -274,7 +277,7 @@ BEGIN
     PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'refresh');
     INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, pgtrickle._caller())
     RETURNING request_id INTO request;
-    PERFORM pg_notify('pgtrickle_wake', format('request %s', request));
+    PERFORM pgtrickle._wake(format('request %s', request));
     RETURN request;
 END
 $$;

@@ -122,7 +122,7 @@ DECLARE
 BEGIN
     FOR source IN
         SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
-        WHERE pgtrickle._can_capture(s.relation) ORDER BY s.relation::oid
+        WHERE pgtrickle._can_capture(s.relation) AND NOT pgtrickle._is_stand_in(s.relation) ORDER BY s.relation::oid
     LOOP
         PERFORM pgtrickle._attach(source.relation, source.columns);
     END LOOP;
@@ -215,7 +215,7 @@ BEGIN
                   HINT = 'Choose another name, or use create_or_replace_stream_table() to change a stream table.';
     END IF;
     id := pgtrickle._new_id();
-    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, query, query_path);
+    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._local_text(query), query_path);
     PERFORM pgtrickle._check_query(view);
     -- What remains, such as the right to call a function.
     EXECUTE format('SELECT * FROM %s LIMIT 0', view);

@@ -51,6 +51,7 @@ DECLARE
 BEGIN
     SELECT * INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
     old_columns := pgtrickle._shape(stream_table.pgt_relid);
+    query := pgtrickle._local_text(query);
     view := pgtrickle._write_view('CREATE VIEW', 'new_' || id, query, query_path);
     new_columns := pgtrickle._shape(view);
     IF old_columns IS DISTINCT FROM new_columns THEN
@@ -93,7 +94,7 @@ BEGIN
     PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
                               CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling);
     PERFORM pgtrickle._untrack_unused();
-    PERFORM pg_notify('pgtrickle_wake', format('altered %s', id));
+    PERFORM pgtrickle._wake(format('altered %s', id));
 END
 $$;
 

@@ -15,7 +15,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     PERFORM pgtrickle._group(name, ids);
-    PERFORM pg_catalog.pg_notify('pgtrickle_wake', 'group ' || name);
+    PERFORM pgtrickle._wake('group ' || name);
 END
 $$;
 
@@ -59,7 +59,7 @@ BEGIN
             USING ERRCODE = 'undefined_object', HINT = 'SELECT * FROM pgtrickle.refresh_groups() lists those there are.';
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET refresh_group = NULL, updated_at = now() WHERE s.refresh_group = name;
-    PERFORM pg_notify('pgtrickle_wake', 'group ' || name);
+    PERFORM pgtrickle._wake('group ' || name);
 END
 $$;
 

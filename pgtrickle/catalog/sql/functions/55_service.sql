@@ -12,7 +12,8 @@ BEGIN
     PERFORM pgtrickle._require_administrator('send events');
     INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit.event, about, told);
     -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at most.
-    IF pgtrickle._setting('connection_pooler_mode') <> 'transaction' THEN
+    IF pgtrickle._setting('connection_pooler_mode') <> 'transaction'
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
         PERFORM pg_notify('pgtrickle_alert', CASE WHEN octet_length(told::text) < 7900 THEN told
                                                   ELSE told - 'reason' - 'error' END::text);
     END IF;
@@ -62,7 +63,7 @@ BEGIN
     PERFORM pgtrickle._require_administrator('pause refreshes');
     INSERT INTO pgtrickle.pgt_settings (name, value, set_by) VALUES ('paused', 'on', pgtrickle._caller())
     ON CONFLICT ON CONSTRAINT pgt_settings_pkey DO NOTHING;
-    PERFORM pg_notify('pgtrickle_wake', 'paused');
+    PERFORM pgtrickle._wake('paused');
 END
 $$;
 
@@ -72,7 +73,7 @@ AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('resume refreshes');
     DELETE FROM pgtrickle.pgt_settings WHERE name = 'paused';
-    PERFORM pg_notify('pgtrickle_wake', 'resumed');
+    PERFORM pgtrickle._wake('resumed');
 END
 $$;
 
@@ -138,7 +139,7 @@ BEGIN
         RAISE EXCEPTION 'the fuse of stream table % is not blown', (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
             USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'SELECT * FROM pgtrickle.fuse_status() lists all fuses.';
     END IF;
-    PERFORM pg_notify('pgtrickle_wake', format('altered %s', id));
+    PERFORM pgtrickle._wake(format('altered %s', id));
 END
 $$;
 
@@ -201,7 +202,7 @@ BEGIN
         RETURN NULL;
     END IF;
     INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, pgtrickle._caller()) RETURNING request_id INTO request;
-    PERFORM pg_notify('pgtrickle_wake', format('request %s', request));
+    PERFORM pgtrickle._wake(format('request %s', request));
     RETURN request;
 END
 $$;

@@ -47,6 +47,10 @@ AS $$
         FROM present AS p
     ), stream_tables AS MATERIALIZED (
         SELECT s.pgt_id, s.data_timestamp, s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.polled AS unprompted,
+               -- Of other databases only what was seen there is known.
+               (SELECT min(coalesce(w.clear_at, '-infinity')) FROM pgtrickle.pgt_dependencies AS d
+                JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid JOIN pgtrickle.pgt_databases AS w ON w.name = f.database
+                WHERE d.pgt_id = s.pgt_id) AS clear_at,
                (s.frontier ->> 'snapshot')::pg_snapshot AS snapshot, (s.frontier ->> 'passed')::bigint AS passed
         FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id IN (SELECT b.pgt_id FROM behind AS b)
     ), unseen AS MATERIALIZED (
@@ -57,7 +61,7 @@ AS $$
     ), judged AS MATERIALIZED (
         SELECT s.pgt_id, s.unprompted OR u.pgt_id IS NOT NULL AS pending,
                CASE WHEN s.unprompted THEN s.data_timestamp
-                    WHEN u.pgt_id IS NULL THEN greatest(s.data_timestamp, seen.until)
+                    WHEN u.pgt_id IS NULL THEN greatest(s.data_timestamp, least(seen.until, s.clear_at))
                     ELSE greatest(s.data_timestamp, u.ticked_at) END AS own_at
         FROM stream_tables AS s CROSS JOIN seen
         LEFT JOIN (

@@ -1,0 +1,85 @@
+"""The registry of other databases whose tables queries may name. Secrets are never stored, only where to find them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.rows import class_row
+
+from pgtrickle.errors import ConnectionFailedError
+
+SECRETS = ("password", "sslpassword")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+# A server that vanished is noticed within half a minute, not after the kernel's two hours.
+_LIMITS = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
+
+
+@dataclass(frozen=True)
+class RegisteredDatabase:
+    """A database that queries may name, as the catalog has it."""
+
+    name: str
+    dsn: str
+    node: str | None
+    roles: list[str]
+    tables: list[str]  # that are known here
+
+
+def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
+    with conn.cursor(row_factory=class_row(RegisteredDatabase)) as cursor:
+        return cursor.execute(
+            "SELECT d.name, d.dsn, d.node, d.roles, ARRAY(SELECT format('%I.%I', f.source_schema, f.source_name)"
+            " FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = d.name ORDER BY 1) AS tables"
+            " FROM pgtrickle.pgt_databases AS d ORDER BY d.name"
+        ).fetchall()
+
+
+def register(conn: psycopg.Connection[Any], name: str, dsn: str, node: str | None, roles: Sequence[str]) -> None:
+    """Write a database down, or change how it is reached."""
+    conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, %s)", (name, dsn, node, list(roles)))
+
+
+def remove(conn: psycopg.Connection[Any], name: str) -> None:
+    conn.execute("SELECT pgtrickle._remove_database(%s)", (name,))
+
+
+def storable(dsn: str) -> str:
+    """The DSN as it may be written down: with no secret in it."""
+    try:
+        known = conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError:
+        # libpq's message repeats the text, and with it a password.
+        raise ConnectionFailedError(
+            "the DSN is not one that PostgreSQL understands", "Such as postgresql://user@host/database."
+        ) from None
+    for name in SECRETS:
+        value = known.get(name)
+        if value is not None and not _VARIABLE.fullmatch(str(value)):
+            raise ConnectionFailedError(
+                f"the DSN has a {name} in it, which would be stored where others can read it",
+                f"Name a variable of the service's environment instead, {name}=${{CRM_PASSWORD}},"
+                " or keep it in a password file (~/.pgpass, passfile=…) or a service file (service=…).",
+            )
+    return make_conninfo("", **known)
+
+
+def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The DSN to connect with: its secrets filled in from the environment."""
+    known: dict[str, Any] = conninfo_to_dict(dsn)
+    for key in SECRETS:
+        variable = _VARIABLE.fullmatch(str(known.get(key, "")))
+        if variable is None:
+            continue
+        if variable[1] not in environ:
+            raise ConnectionFailedError(
+                f"the {key} of database {name} is in the variable {variable[1]}, which is not set",
+                f"Set {variable[1]} in the environment of the process that connects: this command, and the service.",
+            )
+        known[key] = environ[variable[1]]
+    return make_conninfo("", **(_LIMITS | known))

@@ -1,0 +1,3 @@
+-- What the tables that stand for those of other databases stand for. All of them: a view goes through others.
+SELECT relid::oid::bigint AS relid, database, source_schema, source_name, source_stable_name, columns
+FROM pgtrickle.pgt_foreign_tables;

@@ -1,0 +1,399 @@
+-- Other databases whose tables queries may name: the registry, and the empty tables here that stand for theirs.
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_database(name text, dsn text, node text, roles text[]) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    other text;
+BEGIN
+    PERFORM pgtrickle._require_administrator('register databases');
+    IF to_regnamespace(quote_ident(name)) IS NOT NULL OR name = current_database() OR name !~ '^[a-z_][a-z0-9_]{0,30}$' THEN
+        RAISE EXCEPTION 'a database cannot be registered as %', quote_ident(name)
+            USING ERRCODE = 'invalid_name',
+                  HINT = 'The name is of up to 31 small letters, digits and _; no schema here, nor this database, has it.';
+    END IF;
+    SELECT d.name INTO other FROM pgtrickle.pgt_databases AS d
+    WHERE d.node = _register_database.node AND d.name <> _register_database.name;
+    IF FOUND THEN
+        RAISE EXCEPTION '% is the same database as %', quote_ident(name), quote_ident(other)
+            USING ERRCODE = 'duplicate_object', HINT = format('Name its tables as %I.schema.table.', other);
+    ELSIF node = pgtrickle._node() THEN
+        RAISE EXCEPTION '% is this database itself', quote_ident(name)
+            USING ERRCODE = 'duplicate_object', HINT = 'Name its tables as schema.table.';
+    END IF;
+    INSERT INTO pgtrickle.pgt_databases AS d (name, dsn, node, roles, registered_by)
+    VALUES (_register_database.name, _register_database.dsn, _register_database.node, _register_database.roles, pgtrickle._caller())
+    ON CONFLICT ON CONSTRAINT pgt_databases_pkey
+    DO UPDATE SET dsn = excluded.dsn, node = excluded.node, roles = excluded.roles;
+    PERFORM pgtrickle._grant_stand_ins(name);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._remove_database(name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    readers text;
+    stand_in record;
+BEGIN
+    PERFORM pgtrickle._require_administrator('remove registered databases');
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _remove_database.name) THEN
+        RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
+            USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
+    END IF;
+    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
+    FROM pgtrickle.pgt_foreign_tables AS f
+    JOIN pgtrickle.pgt_dependencies AS d ON d.source_relid = f.relid
+    JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    WHERE f.database = name;
+    IF readers IS NOT NULL THEN
+        RAISE EXCEPTION 'stream tables read tables of %: %', quote_ident(name), readers
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first.';
+    END IF;
+    FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = name RETURNING f.relid LOOP
+        EXECUTE format('DROP TABLE %s', stand_in.relid);
+    END LOOP;
+    PERFORM pgtrickle._drop_empty_schemas(name);
+    DELETE FROM pgtrickle.pgt_databases AS d WHERE d.name = _remove_database.name;
+END
+$$;
+
+-- Schemas of stand-ins that stand for nothing any more.
+CREATE OR REPLACE FUNCTION pgtrickle._drop_empty_schemas(database text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    empty name;
+BEGIN
+    FOR empty IN
+        SELECT n.nspname FROM pg_namespace AS n
+        WHERE starts_with(n.nspname, database || '.') AND n.nspowner = (SELECT nspowner FROM pg_namespace WHERE nspname = 'pgtrickle')
+          AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.relnamespace = n.oid)
+    LOOP
+        EXECUTE format('DROP SCHEMA %I', empty);
+    END LOOP;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._drop_empty_schemas(text) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._registered_databases() RETURNS text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT 'Registered databases: ' || coalesce(string_agg(quote_ident(name), ', ' ORDER BY name), 'none') || '.' FROM pgtrickle.pgt_databases
+$$;
+
+-- Who this database is, whatever it is called.
+CREATE OR REPLACE FUNCTION pgtrickle._node() RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT (SELECT system_identifier FROM pg_control_system()) || '/' || (SELECT oid FROM pg_database WHERE datname = current_database())
+$$;
+
+-- How to reach a registered database, for who may use it.
+CREATE OR REPLACE FUNCTION pgtrickle._dsn_of(name text) RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    found text;
+BEGIN
+    SELECT d.dsn INTO found FROM pgtrickle.pgt_databases AS d WHERE d.name = _dsn_of.name;
+    IF found IS NULL THEN
+        RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
+            USING ERRCODE = 'undefined_object',
+                  HINT = pgtrickle._registered_databases() || ' `pgtrickle database add NAME DSN` registers one.';
+    END IF;
+    PERFORM pgtrickle._require_use(name);
+    RETURN found;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._require_use(name text) RETURNS void
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    granted text[] := (SELECT d.roles FROM pgtrickle.pgt_databases AS d WHERE d.name = _require_use.name);
+BEGIN
+    IF NOT EXISTS (SELECT FROM unnest(granted) AS role JOIN pg_roles AS r ON r.rolname = role
+                   WHERE pg_has_role(pgtrickle._caller(), r.oid, 'MEMBER')) THEN
+        PERFORM pgtrickle._require_administrator(format('read tables of the registered database %I', name));
+    END IF;
+END
+$$;
+
+-- The query in pieces. Where a piece names a table of a registered database in three parts, `parts` has them.
+CREATE OR REPLACE FUNCTION pgtrickle._pieces(query text) RETURNS TABLE (piece text, parts text[])
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    identifier CONSTANT text := '(?:"(?:[^"]|"")+"|[[:alpha:]_][[:alnum:]_$]*)';
+    rest text := query;
+    found text[];
+    tag text;
+    depth int;
+BEGIN
+    WHILE rest <> '' LOOP
+        parts := NULL;
+        found := regexp_match(rest, '^(' || identifier || ')\s*\.\s*(' || identifier || ')\s*\.\s*(' || identifier || ')');
+        IF found IS NOT NULL THEN
+            piece := (regexp_match(rest, '^' || identifier || '\s*\.\s*' || identifier || '\s*\.\s*' || identifier))[1];
+            found := ARRAY(SELECT (parse_ident(f))[1] FROM unnest(found) WITH ORDINALITY AS u (f, n) ORDER BY n);
+            IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = found[1]) THEN
+                parts := found;
+            END IF;
+        ELSIF rest ~ '^/\*' THEN -- comments nest
+            depth := 0;
+            piece := '';
+            LOOP
+                found := regexp_match(substr(rest, length(piece) + 1), '^(/\*|\*/|/|\*|[^/*]+)');
+                EXIT WHEN found IS NULL;
+                piece := piece || found[1];
+                depth := depth + CASE found[1] WHEN '/*' THEN 1 WHEN '*/' THEN -1 ELSE 0 END;
+                EXIT WHEN depth = 0;
+            END LOOP;
+        ELSIF rest ~ '^\$([[:alpha:]_][[:alnum:]_]*)?\$' THEN
+            tag := (regexp_match(rest, '^(\$(?:[[:alpha:]_][[:alnum:]_]*)?\$)'))[1];
+            piece := substr(rest, 1, coalesce(nullif(strpos(substr(rest, length(tag) + 1), tag), 0) + 2 * length(tag) - 1, length(rest)));
+        ELSE
+            piece := (regexp_match(rest, '^(--[^\n]*|[eE]''(?:[^''\\]|\\.|'''')*''|''(?:[^'']|'''')*''|"(?:[^"]|"")*"'
+                                         '|[[:alnum:]_$]+(?:\s*\.\s*' || identifier || ')*|\s+|.)'))[1];
+        END IF;
+        rest := substr(rest, length(piece) + 1);
+        RETURN NEXT;
+    END LOOP;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._foreign_names(query text) RETURNS TABLE (database text, schema text, name text)
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT DISTINCT parts[1], parts[2], parts[3] FROM pgtrickle._pieces(query) WHERE parts IS NOT NULL
+$$;
+
+-- The query as PostgreSQL can analyse it here: crm.public.customers is table customers of schema "crm.public".
+CREATE OR REPLACE FUNCTION pgtrickle._local_text(query text) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    missing record;
+BEGIN
+    IF NOT EXISTS (SELECT FROM pgtrickle._foreign_names(query)) THEN
+        RETURN _local_text.query;
+    END IF;
+    SELECT * INTO missing FROM pgtrickle._foreign_names(query) AS f
+    WHERE to_regclass(format('%I.%I', f.database || '.' || f.schema, f.name)) IS NULL LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'table % of database % is not known here yet', format('%I.%I', missing.schema, missing.name), quote_ident(missing.database)
+            USING ERRCODE = 'undefined_table',
+                  HINT = format('Run: pgtrickle database import %I %I.%I (the command line and Python do so by themselves).',
+                                missing.database, missing.schema, missing.name);
+    END IF;
+    RETURN (SELECT string_agg(CASE WHEN parts IS NULL THEN piece ELSE format('%I.%I', parts[1] || '.' || parts[2], parts[3]) END, '' ORDER BY n)
+            FROM pgtrickle._pieces(query) WITH ORDINALITY AS p (piece, parts, n));
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._grant_stand_ins(database text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    stand_in record;
+    role name;
+BEGIN
+    FOR stand_in IN
+        SELECT f.relid, n.nspname FROM pgtrickle.pgt_foreign_tables AS f
+        JOIN pg_class AS c ON c.oid = f.relid JOIN pg_namespace AS n ON n.oid = c.relnamespace
+        WHERE f.database = _grant_stand_ins.database
+    LOOP
+        EXECUTE format('REVOKE ALL ON %s FROM PUBLIC', stand_in.relid);
+        FOR role IN
+            SELECT DISTINCT a.grantee::regrole::text FROM pg_class AS c CROSS JOIN aclexplode(c.relacl) AS a
+            WHERE c.oid = stand_in.relid AND a.grantee <> 0 AND a.grantee <> c.relowner
+        LOOP
+            EXECUTE format('REVOKE ALL ON %s FROM %s', stand_in.relid, role);
+        END LOOP;
+        FOR role IN
+            SELECT r.rolname FROM pg_roles AS r
+            WHERE EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = database AND r.rolname = ANY (d.roles))
+               OR r.rolname = pgtrickle._service_role() OR r.oid = (SELECT datdba FROM pg_database WHERE datname = current_database())
+        LOOP
+            EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', stand_in.nspname, role);
+            EXECUTE format('GRANT SELECT ON %s TO %I', stand_in.relid, role);
+        END LOOP;
+    END LOOP;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._grant_stand_ins(text) FROM PUBLIC;
+
+-- The table here that stands for one of a registered database, made or brought up to date. `definition` is what
+-- _describe_table() said there.
+CREATE OR REPLACE FUNCTION pgtrickle._stand_in(database text, definition jsonb) RETURNS regclass
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    local_schema text := database || '.' || (definition ->> 'schema');
+    local_name text := format('%I.%I', local_schema, definition ->> 'name');
+    known record;
+    col record;
+BEGIN
+    PERFORM pgtrickle._require_use(database);
+    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database, 0));
+    -- The same table, or one that has taken its name.
+    SELECT f.* INTO known FROM pgtrickle.pgt_foreign_tables AS f
+    WHERE f.database = _stand_in.database
+      AND (f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node' OR f.relid = to_regclass(local_name))
+    ORDER BY f.relid = to_regclass(local_name) LIMIT 1;
+    IF FOUND AND known.shape = definition ->> 'shape' THEN
+        RETURN known.relid;
+    ELSIF FOUND THEN
+        UPDATE pgtrickle.pgt_foreign_tables AS f
+        SET source_schema = definition ->> 'schema', source_name = definition ->> 'name', shape = definition ->> 'shape',
+            source_relid = (definition ->> 'relid')::bigint, source_stable_name = definition ->> 'stable_name', node = definition ->> 'node',
+            columns = pgtrickle._align_stand_in(known.relid, known.columns, definition,
+                f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node')
+        WHERE f.relid = known.relid;
+        RETURN known.relid;
+    END IF;
+    IF octet_length(local_schema) > 63 THEN
+        RAISE EXCEPTION 'the name of schema % of database % is too long', quote_ident(definition ->> 'schema'), quote_ident(database)
+            USING ERRCODE = 'name_too_long', HINT = 'Register the database under a shorter name.';
+    END IF;
+    EXECUTE format('CREATE SCHEMA IF NOT EXISTS %I', local_schema);
+    EXECUTE format('CREATE TABLE %s ()', local_name);
+    FOR col IN SELECT c FROM jsonb_array_elements(definition -> 'columns') AS c LOOP
+        PERFORM pgtrickle._add_stand_in_column(local_name::regclass, database, col.c);
+    END LOOP;
+    PERFORM pgtrickle._set_stand_in_key(local_name::regclass, definition -> 'key');
+    EXECUTE format('COMMENT ON TABLE %s IS %L', local_name,
+                   format('Stands for a table of database %s, which pgtrickle reads there. It is always empty.', database));
+    EXECUTE format('CREATE TRIGGER pgtrickle_stand_in BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
+                   ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._refuse_stand_in()', local_name);
+    INSERT INTO pgtrickle.pgt_foreign_tables (relid, database, source_relid, source_schema, source_name, source_stable_name, node, columns, shape)
+    VALUES (local_name::regclass, database, (definition ->> 'relid')::bigint, definition ->> 'schema', definition ->> 'name',
+            definition ->> 'stable_name', definition ->> 'node', definition -> 'columns', definition ->> 'shape');
+    PERFORM pgtrickle._grant_stand_ins(database);
+    RETURN local_name::regclass;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._is_stand_in(relation regclass) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables WHERE relid = relation)
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._refuse_stand_in() RETURNS trigger
+LANGUAGE plpgsql
+AS $$
+BEGIN
+    RAISE EXCEPTION '%.% stands for a table of another database', TG_TABLE_SCHEMA, TG_TABLE_NAME
+        USING ERRCODE = 'wrong_object_type', HINT = 'Write to that table, in its own database.';
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._add_stand_in_column(stand_in regclass, database text, col jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    column_type regtype := to_regtype(col ->> 'type');
+BEGIN
+    IF column_type IS NULL THEN
+        RAISE EXCEPTION 'column % of % has type %, which is not known here', quote_ident(col ->> 'name'), stand_in, col ->> 'type'
+            USING ERRCODE = 'undefined_object', HINT = format('Create the type here as it is in database %s.', database);
+    ELSIF col ->> 'labels' IS DISTINCT FROM (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)
+                                             FROM pg_enum AS e WHERE e.enumtypid = column_type) THEN
+        RAISE EXCEPTION 'type % of column % of % has other values here', col ->> 'type', quote_ident(col ->> 'name'), stand_in
+            USING ERRCODE = 'datatype_mismatch', HINT = format('In database %s it has: %s.', database, coalesce(col ->> 'labels', 'none'));
+    ELSIF col ->> 'collation' IS NOT NULL AND NOT EXISTS (
+            SELECT FROM pg_collation AS l WHERE l.collname = col ->> 'collation' AND l.collisdeterministic = (col ->> 'deterministic')::boolean
+            AND l.collencoding IN (-1, pg_char_to_encoding(getdatabaseencoding())))
+          AND col ->> 'collation' IS DISTINCT FROM pgtrickle._default_collation() THEN
+        RAISE EXCEPTION 'column % of % is ordered by collation %, which this database does not have',
+                quote_ident(col ->> 'name'), stand_in, quote_ident(col ->> 'collation')
+            USING ERRCODE = 'undefined_object', HINT = 'Create that collation here: pg_import_system_collations() or CREATE COLLATION.';
+    END IF;
+    EXECUTE format('ALTER TABLE %s ADD COLUMN %I %s%s%s', stand_in, col ->> 'name', col ->> 'type',
+                   coalesce(' COLLATE ' || quote_ident(nullif(col ->> 'collation', pgtrickle._default_collation())), ''),
+                   CASE WHEN (col ->> 'not_null')::boolean THEN ' NOT NULL' ELSE '' END);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._add_stand_in_column(regclass, text, jsonb) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._set_stand_in_key(stand_in regclass, key jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF key <> 'null' THEN
+        EXECUTE format('ALTER TABLE %s ADD CONSTRAINT pgtrickle_key PRIMARY KEY (%s)', stand_in,
+                       (SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM jsonb_array_elements_text(key) WITH ORDINALITY AS u (k, n)));
+    END IF;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._set_stand_in_key(regclass, jsonb) FROM PUBLIC;
+
+-- Follows columns that were renamed or added there. What was dropped or retyped stays here while queries use it: they fail, others go on.
+-- Gives back the columns that are the same in both.
+CREATE OR REPLACE FUNCTION pgtrickle._align_stand_in(stand_in regclass, known jsonb, definition jsonb, same boolean) RETURNS jsonb
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    database text := (SELECT f.database FROM pgtrickle.pgt_foreign_tables AS f WHERE f.relid = stand_in);
+    result jsonb := '[]';
+    col jsonb;
+BEGIN
+    IF NOT same THEN -- in a table that was made anew columns are known by their names
+        known := (SELECT jsonb_agg(k || jsonb_build_object('attnum', coalesce(
+                      (SELECT c -> 'attnum' FROM jsonb_array_elements(definition -> 'columns') AS c WHERE c ->> 'name' = k ->> 'name'),
+                      to_jsonb(-(k ->> 'attnum')::int)))) FROM jsonb_array_elements(known) AS k);
+    END IF;
+    -- By way of names that nobody has: two columns may have changed names with each other.
+    FOR col IN SELECT jsonb_array_elements(known) LOOP
+        EXECUTE format('ALTER TABLE %s RENAME COLUMN %I TO %I', stand_in, col ->> 'name', '__pgt_' || (col ->> 'attnum'));
+    END LOOP;
+    EXECUTE format('ALTER TABLE %s DROP CONSTRAINT IF EXISTS pgtrickle_key', stand_in);
+    FOR col IN SELECT jsonb_array_elements(definition -> 'columns') LOOP
+        IF EXISTS (SELECT FROM jsonb_array_elements(known) AS k
+                   WHERE k - '{name,not_null,generated}'::text[] = col - '{name,not_null,generated}'::text[]) THEN
+            EXECUTE format('ALTER TABLE %s RENAME COLUMN %I TO %I', stand_in, '__pgt_' || (col ->> 'attnum'), col ->> 'name');
+            EXECUTE format('ALTER TABLE %s ALTER COLUMN %I %s NOT NULL', stand_in, col ->> 'name',
+                           CASE WHEN (col ->> 'not_null')::boolean THEN 'SET' ELSE 'DROP' END);
+            result := result || col;
+        END IF;
+    END LOOP;
+    FOR col IN SELECT k FROM jsonb_array_elements(known) AS k JOIN pg_attribute AS a
+               ON a.attrelid = stand_in AND a.attname = '__pgt_' || (k ->> 'attnum') AND NOT a.attisdropped LOOP
+        BEGIN
+            EXECUTE format('ALTER TABLE %s DROP COLUMN %I', stand_in, '__pgt_' || (col ->> 'attnum'));
+        EXCEPTION WHEN dependent_objects_still_exist THEN
+            IF NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = col ->> 'name') THEN
+                EXECUTE format('ALTER TABLE %s RENAME COLUMN %I TO %I', stand_in, '__pgt_' || (col ->> 'attnum'), col ->> 'name');
+            END IF;
+        END;
+    END LOOP;
+    FOR col IN SELECT c FROM jsonb_array_elements(definition -> 'columns') AS c
+               WHERE NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name') LOOP
+        PERFORM pgtrickle._add_stand_in_column(stand_in, database, col);
+        result := result || col;
+    END LOOP;
+    IF NOT EXISTS (SELECT FROM jsonb_array_elements_text(nullif(definition -> 'key', 'null')) AS k
+                   WHERE NOT EXISTS (SELECT FROM jsonb_array_elements(result) AS r WHERE r ->> 'name' = k)) THEN
+        PERFORM pgtrickle._set_stand_in_key(stand_in, definition -> 'key');
+    END IF;
+    RETURN result;
+EXCEPTION WHEN dependent_objects_still_exist THEN
+    RAISE EXCEPTION 'the key of table %.% of database % was changed, and queries here depend on it',
+            quote_ident(definition ->> 'schema'), quote_ident(definition ->> 'name'), quote_ident(database)
+        USING ERRCODE = 'undefined_object', HINT = 'Drop the stream tables that group by it, and create them again for the table as it is now.';
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._align_stand_in(regclass, jsonb, jsonb, boolean) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._default_collation() RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    own jsonb := (SELECT to_jsonb(d) FROM pg_database AS d WHERE d.datname = current_database());
+BEGIN
+    -- The column was called otherwise before PostgreSQL 17.
+    RETURN CASE own ->> 'datlocprovider' WHEN 'c' THEN own ->> 'datcollate' ELSE coalesce(own ->> 'datlocale', own ->> 'daticulocale') END;
+END
+$$;

@@ -1,0 +1,151 @@
+-- Stream tables of other databases that read tables of this one: what they must know of a table, and what is kept for them.
+
+-- A table as the database that is to read it must know it. Domains are what they are made of.
+CREATE OR REPLACE FUNCTION pgtrickle._describe_table(source regclass) RETURNS jsonb
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    found jsonb;
+BEGIN
+    IF (SELECT relkind NOT IN ('r', 'p') FROM pg_class WHERE oid = source) OR NOT pgtrickle._can_capture(source) THEN
+        RAISE EXCEPTION '% of database % is no table whose changes can be captured', source, quote_ident(current_database())
+            USING ERRCODE = 'wrong_object_type', HINT = 'Name the tables behind it.';
+    ELSIF row_security_active(source::oid) THEN
+        RAISE EXCEPTION 'row-level security on % of database % applies to role %', source, quote_ident(current_database()), quote_ident(current_user)
+            USING ERRCODE = 'feature_not_supported',
+                  HINT = 'Register the database with a role that sees all rows, and put the policies on the stream table.';
+    END IF;
+    WITH RECURSIVE base AS (
+        SELECT a.attnum, a.atttypid AS type, a.atttypmod AS typmod, a.attcollation AS collation
+        FROM pg_attribute AS a WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped
+        UNION ALL
+        SELECT b.attnum, t.typbasetype, CASE WHEN t.typtypmod >= 0 THEN t.typtypmod ELSE b.typmod END, b.collation
+        FROM base AS b JOIN pg_type AS t ON t.oid = b.type AND t.typtype = 'd'
+    )
+    SELECT jsonb_build_object(
+        'relid', c.oid::bigint, 'node', pgtrickle._node(), 'schema', n.nspname, 'name', c.relname,
+        'stable_name', coalesce((SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = c.oid),
+                                pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+        'key', (SELECT to_jsonb(array_agg(a.attname ORDER BY k.ord)) FROM pg_index AS i
+                CROSS JOIN LATERAL unnest(i.indkey[0 : i.indnkeyatts - 1]) WITH ORDINALITY AS k (attnum, ord)
+                JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = k.attnum
+                WHERE i.indrelid = c.oid AND i.indisprimary AND i.indimmediate AND i.indisvalid
+                  -- A child may repeat its parent's keys.
+                  AND (c.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid))),
+        'columns', (SELECT jsonb_agg(jsonb_build_object(
+                        'name', a.attname, 'attnum', a.attnum, 'type', format_type(b.type, b.typmod), 'not_null', a.attnotnull,
+                        'labels', (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder) FROM pg_enum AS e WHERE e.enumtypid = b.type),
+                        'collation', CASE WHEN l.collname = 'default' THEN pgtrickle._default_collation() ELSE l.collname END,
+                        'deterministic', coalesce(l.collisdeterministic, true),
+                        'generated', CASE WHEN a.attgenerated = 'v' THEN pg_get_expr(g.adbin, g.adrelid) END) ORDER BY a.attnum)
+                    FROM pg_attribute AS a
+                    JOIN base AS b ON b.attnum = a.attnum
+                    JOIN pg_type AS t ON t.oid = b.type AND t.typtype <> 'd'
+                    LEFT JOIN pg_collation AS l ON l.oid = b.collation
+                    LEFT JOIN pg_attrdef AS g ON g.adrelid = a.attrelid AND g.adnum = a.attnum
+                    WHERE a.attrelid = c.oid))
+    INTO found
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source;
+    RETURN found || jsonb_build_object('shape', pgtrickle.stable_hash(found::text));
+END
+$$;
+
+-- The table that was `relid` when this was database `node`, whatever it is called now. Else the one that has its name: it was made anew,
+-- or this is another database in that one's place.
+CREATE OR REPLACE FUNCTION pgtrickle._same_table(node text, relid bigint, schema text, name text) RETURNS regclass
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    found regclass := (SELECT c.oid FROM pg_class AS c WHERE c.oid = relid::oid AND node = pgtrickle._node());
+BEGIN
+    found := coalesce(found, to_regclass(format('%I.%I', schema, name)));
+    IF found IS NULL THEN
+        RAISE EXCEPTION 'database % has no table % any more', quote_ident(current_database()), format('%I.%I', schema, name)
+            USING ERRCODE = 'undefined_table', HINT = 'Refreshes go on when there is one of that name.';
+    END IF;
+    RETURN found;
+END
+$$;
+
+-- Capture these columns for a stream table of another database. Repeated, it makes capture fit the table as it is now.
+CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_administrator('read changes for another database');
+    PERFORM pgtrickle._attach(source, columns);
+    INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label)
+    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source
+    ON CONFLICT ON CONSTRAINT pgt_consumers_pkey
+    DO UPDATE SET source_stable_name = excluded.source_stable_name, columns_used = excluded.columns_used, label = excluded.label,
+                  snapshot = NULL, proof = NULL, former_proof = NULL, seen_at = clock_timestamp();
+END
+$$;
+
+-- These consumers' sources as the cut sees them, with what each consumer left here.
+CREATE OR REPLACE FUNCTION pgtrickle._consumed(consumers text[])
+RETURNS TABLE (consumer text, relid bigint, stable_name text, buffer name, buffered bigint, signature text, shape text, proof uuid, former_proof uuid)
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH sources AS MATERIALIZED (
+        SELECT t.source_relid, t.source_stable_name, b.relname, pgtrickle._capture_signature(t.source_relid) AS signature,
+               pgtrickle._describe_table(t.source_relid) ->> 'shape' AS shape,
+               pg_relation_size(b.oid) + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits AS h WHERE h.inhparent = b.oid), 0)::bigint AS buffered
+        FROM pgtrickle.pgt_change_tracking AS t
+        JOIN pg_class AS c ON c.oid = t.source_relid
+        JOIN pg_class AS b ON b.oid = t.buffer_relid
+        WHERE t.source_relid IN (SELECT s.source_relid FROM pgtrickle.pgt_consumers AS s WHERE s.consumer = ANY (consumers))
+    )
+    SELECT c.consumer, s.source_relid::oid::bigint, s.source_stable_name, s.relname, s.buffered, s.signature, s.shape, c.proof, c.former_proof
+    FROM pgtrickle.pgt_consumers AS c JOIN sources AS s USING (source_relid)
+    WHERE c.consumer = ANY (consumers)
+$$;
+
+-- Another one after every start of the server and every crash: what was committed before may have gone with it.
+CREATE OR REPLACE FUNCTION pgtrickle._incarnation() RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT concat_ws(' ', extract(epoch FROM pg_postmaster_start_time()), (SELECT extract(epoch FROM stats_reset) FROM pg_stat_bgwriter))
+$$;
+
+-- "I was here": `snapshots` are up to where the consumers have stored what they read, before the cut that leaves `new_proof`.
+CREATE OR REPLACE FUNCTION pgtrickle._prove(
+    consumers text[], snapshots pg_snapshot[], former_proofs uuid[], new_proof uuid, incarnation text)
+RETURNS integer
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    number integer;
+BEGIN
+    IF incarnation <> pgtrickle._incarnation() THEN
+        RETURN -1; -- what the cut saw may not be there any more
+    END IF;
+    PERFORM set_config('synchronous_commit', 'on', true); -- with it, everything that the cut saw is on disk
+    UPDATE pgtrickle.pgt_consumers AS c
+    SET snapshot = n.snapshot, former_proof = n.former, proof = new_proof, seen_at = clock_timestamp()
+    FROM unnest(consumers, snapshots, former_proofs) AS n (consumer, snapshot, former)
+    WHERE c.consumer = n.consumer;
+    SELECT count(DISTINCT c.consumer) INTO number FROM pgtrickle.pgt_consumers AS c
+    WHERE c.consumer = ANY (consumers) AND c.proof = new_proof;
+    RETURN number;
+END
+$$;
+
+-- Of the consumers of one database only these are still there, each with the tables that it reads.
+CREATE OR REPLACE FUNCTION pgtrickle._keep_consumers(home text, consumers text[], relids bigint[]) RETURNS integer
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    number integer;
+BEGIN
+    DELETE FROM pgtrickle.pgt_consumers AS c
+    WHERE starts_with(c.consumer, home || '/')
+      AND (c.consumer, c.source_relid::oid::bigint) NOT IN (SELECT k.consumer, k.relid FROM unnest(consumers, relids) AS k (consumer, relid));
+    GET DIAGNOSTICS number = ROW_COUNT;
+    IF number > 0 THEN
+        PERFORM pgtrickle._untrack_unused();
+    END IF;
+    RETURN number;
+END
+$$;

@@ -1,0 +1,84 @@
+"""database: other databases whose tables queries may name."""
+
+from __future__ import annotations
+
+import click
+
+from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  pgtrickle database add crm "host=crm.example dbname=crm user=pgtrickle password=\\${CRM_PASSWORD}"
+  pgtrickle create vip_orders "SELECT o.id, c.name FROM orders o JOIN crm.public.customers c ON c.id = o.customer"
+  pgtrickle database check"""
+)
+def database() -> None:
+    """Other databases, whose tables a query names as NAME.schema.table."""
+
+
+@database.command()
+@click.argument("name")
+@click.argument("target", metavar="DSN")
+@click.option("--role", "roles", multiple=True, help="A role here that may use it, besides administrators. Repeatable.")
+@with_dsn
+def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None:
+    """Register the database of DSN as NAME, or change how NAME is reached.
+
+    pgtrickle must be installed there too, with the DSN's user as its service role. A password is not stored: keep it in a
+    password file or service file of libpq, or name a variable of the environment, as password=${CRM_PASSWORD}.
+    """
+    with open_database(dsn) as db:
+        added = db.add_database(name, target, roles=roles)
+        click.echo(f"registered {added.name}: name its tables as {added.name}.schema.table")
+
+
+@database.command("list")
+@as_json
+@with_dsn
+def list_databases(dsn: str | None, as_json: bool) -> None:
+    """Show the registered databases, and the tables of theirs that are known here."""
+    with open_database(dsn) as db:
+        found = db.databases()
+    if as_json:
+        print_json(found)
+        return
+    rows = [(one.name, one.dsn, ", ".join(one.tables), ", ".join(one.roles)) for one in found]
+    print_table(("name", "dsn", "tables", "roles"), rows, "no database is registered")
+
+
+@database.command()
+@click.argument("name", required=False)
+@with_dsn
+def check(dsn: str | None, name: str | None) -> int:
+    """See whether the registered databases, or NAME alone, can be reached and read."""
+    with open_database(dsn) as db:
+        found = [one for one in db.databases() if name in (None, one.name)]
+        if not found and name is not None:
+            raise click.UsageError(f"No database is registered as {name}.")
+        problems = {one.name: db.check_database(one.name) for one in found}
+    rows = [(one.name, problems[one.name] or "ok") for one in found]
+    print_table(("name", "state"), rows, "no database is registered")
+    return 1 if any(problems.values()) else 0
+
+
+@database.command("import")
+@click.argument("name")
+@click.argument("table")
+@with_dsn
+def import_table(dsn: str | None, name: str, table: str) -> None:
+    """Make TABLE (schema.table) of database NAME known here, so that SQL can name it too."""
+    with open_database(dsn) as db:
+        db.import_table(name, table)
+        click.echo(f"{name}.{table} can be named in queries")
+
+
+@database.command()
+@click.argument("name")
+@with_dsn
+def remove(dsn: str | None, name: str) -> None:
+    """Forget database NAME. Stream tables that read it must be dropped before."""
+    with open_database(dsn) as db:
+        db.remove_database(name)
+        click.echo(f"removed {name}")

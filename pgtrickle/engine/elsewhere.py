@@ -1,0 +1,476 @@
+"""Other databases that stream tables read: connections, cuts, and the row that each refresh leaves there.
+
+A frontier from another server is only as good as that server's memory. A crash may take back transactions that a cut has seen,
+and a restore may give their numbers to others. So a refresh commits a proof there, on disk, before it applies what it read; the
+next one starts over if the proof is gone. The same row keeps the changes that the stream table still needs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+from psycopg.types.json import Jsonb
+
+from pgtrickle.capture.frontier import Frontier, Reflected, Snapshot
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.databases import reachable
+from pgtrickle.catalog.install import installed_version, latest_version
+from pgtrickle.engine.connection import connect
+from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.work import Work
+
+IDLE_SECONDS = 60.0
+RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one
+RETRY_SECONDS = 5.0  # after a database could not be reached
+_GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, cannot_connect_now
+
+
+class NotThereError(Exception):
+    """There is no such table in the other database."""
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """A table of another database that a stream table reads, as it is known here."""
+
+    pgt_id: int
+    database: str
+    relid: int  # of what stands for it here
+    there: int  # its own
+    node: str  # of the database that has it
+    schema: str
+    name: str
+    shape: str
+    consumer: str
+    label: str
+    columns: list[int]
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """The same as its own database has it at the cut."""
+
+    consumer: str
+    relid: int
+    stable_name: str
+    buffer: str
+    buffered: int
+    signature: str
+    shape: str
+    proof: str | None
+    former_proof: str | None
+
+
+@dataclass(frozen=True)
+class OtherCut:
+    """One consistent state of another database."""
+
+    database: str
+    conn: psycopg.Connection[Any]
+    node: str
+    snapshot: Snapshot
+    consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
+    incarnation: str  # of its server
+    proof: str = field(default_factory=lambda: str(uuid4()))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Who still reads a database, of those from one home: consumers and tables."""
+
+    home: str
+    consumers: tuple[tuple[str, int], ...]
+
+
+@dataclass
+class Connections:
+    """Connections to other databases, kept for a while. For all threads."""
+
+    _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
+    _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+
+    @contextmanager
+    def open(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
+        """A connection, not in a transaction; kept for the next one if it still is of use."""
+        conn = self._take(dsn) or self._connect(name, dsn)
+        try:
+            yield conn
+        finally:
+            self._give(dsn, conn)
+
+    def keep_only(self, name: str, dsn: str, kept: Kept) -> None:
+        """Tell a database that of the stream tables of one home only these still read it."""
+        with told(name), self.open(name, dsn) as conn:
+            conn.execute(
+                "SELECT pgtrickle._keep_consumers(%s, %s::text[], %s::bigint[])",
+                (kept.home, [consumer for consumer, _ in kept.consumers], [there for _, there in kept.consumers]),
+            )
+
+    def close(self) -> None:
+        self._close_idle(0)
+
+    def _take(self, dsn: str) -> psycopg.Connection[Any] | None:
+        self._close_idle(IDLE_SECONDS)
+        with self._lock:
+            while self._idle[dsn]:
+                since, conn = self._idle[dsn].pop()
+                if time.monotonic() - since < RESTED_SECONDS or _alive(conn):
+                    return conn
+        return None
+
+    def _connect(self, name: str, dsn: str) -> psycopg.Connection[Any]:
+        with self._lock:
+            failed = self._failed.get(dsn)
+        if failed is not None and time.monotonic() - failed[0] < RETRY_SECONDS:
+            raise failed[1]
+        try:
+            conn = connect(reachable(name, dsn), application_name="pgtrickle reader")
+        except (psycopg.OperationalError, PgtrickleError) as error:
+            told = error.message if isinstance(error, PgtrickleError) else str(error).strip()
+            lost = DatabaseFailedError(
+                f"database {name} cannot be reached: {told}",
+                f"`pgtrickle database check {name}` tells when it can be; refreshes then go on by themselves.",
+            )
+            with self._lock:
+                self._failed[dsn] = (time.monotonic(), lost)
+            raise lost from None
+        with self._lock:
+            self._failed.pop(dsn, None)
+        return conn
+
+    def _give(self, dsn: str, conn: psycopg.Connection[Any]) -> None:
+        if conn.closed or conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            conn.close()
+            return
+        with self._lock:
+            self._idle[dsn].append((time.monotonic(), conn))
+
+    def _close_idle(self, seconds: float) -> None:
+        with self._lock:
+            for kept in self._idle.values():
+                for item in [item for item in kept if time.monotonic() - item[0] >= seconds]:
+                    kept.remove(item)
+                    item[1].close()
+
+
+@dataclass
+class Elsewhere:
+    """What the stream tables of one database read in others."""
+
+    home: psycopg.Connection[Any]
+    connections: Connections = field(default_factory=Connections)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[psycopg.Connection[Any]]:
+        """A connection to a registered database."""
+        row = self.home.execute("SELECT pgtrickle._dsn_of(%s)", (name,)).fetchone()
+        assert row is not None
+        with self.connections.open(name, row[0]) as conn:
+            yield conn
+
+    def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """What a registered database answers. What goes wrong there is told with its name."""
+        with self.open(name) as conn, told(name):
+            return conn.execute(query.encode(), parameters).fetchall()
+
+    def sources(self, works: Sequence[Work]) -> list[ForeignSource]:
+        """The tables of other databases that these stream tables read."""
+        ids = [work.row.pgt_id for work in works if work.row.databases]
+        if not ids:
+            return []
+        with self.home.cursor(row_factory=class_row(ForeignSource)) as cursor:
+            return cursor.execute(load_query("foreign_sources"), {"ids": ids}).fetchall()
+
+    @contextmanager
+    def cut(self, works: Sequence[Work]) -> Iterator[dict[str, OtherCut]]:
+        """Cuts of all databases that these stream tables read; who reads one that cannot be cut gets its error."""
+        sources = self.sources(works)
+        cuts: dict[str, OtherCut] = {}
+        with ExitStack() as stack:
+            for database in dict.fromkeys(source.database for source in sources):
+                wanted = [source for source in sources if source.database == database]
+                try:
+                    cuts[database] = stack.enter_context(self._cut(database, wanted))
+                except (psycopg.Error, PgtrickleError) as error:
+                    self._note(error, [work for work in works if database in work.row.databases])
+            _refuse_twins(cuts, works)
+            for work in works:
+                work.foreign = [source for source in sources if source.pgt_id == work.row.pgt_id]
+            yield cuts
+
+    @contextmanager
+    def _cut(self, database: str, sources: Sequence[ForeignSource]) -> Iterator[OtherCut]:
+        with self.open(database) as conn:
+            try:
+                with told(database):
+                    check_catalog(conn, database)
+                    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                    cut = _take(conn, database, sources)
+                yield cut
+            finally:
+                _end(conn)
+
+    def realign(self, works: Sequence[Work]) -> None:
+        """Bring what stands here for tables of other databases up to date with them."""
+        for work in works:
+            for source in work.foreign:
+                try:
+                    self._look_again(source)
+                except (psycopg.Error, PgtrickleError) as error:
+                    self._note(error, [work])
+
+    def _look_again(self, source: ForeignSource) -> None:
+        """At the table that it was, whatever it is called now; in another database, or made anew, at the one of that name."""
+        ((found,),) = self.ask(
+            source.database,
+            "SELECT pgtrickle._describe_table(pgtrickle._same_table(%s, %s, %s, %s))",
+            (source.node, source.there, source.schema, source.name),
+        )
+        self.home.execute("SELECT pgtrickle._stand_in(%s, %s)", (source.database, Jsonb(found)))
+
+    def import_table(self, database: str, table: str) -> None:
+        """Make a table of another database known here, or look at it again."""
+        with self.open(database) as conn, told(database):
+            check_catalog(conn, database)
+        try:
+            ((found,),) = self.ask(database, "SELECT pgtrickle._describe_table(%s::regclass)", (table,))
+        except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
+            raise NotThereError(table) from error
+        self.home.execute("SELECT pgtrickle._stand_in(%s, %s)", (database, Jsonb(found)))
+
+    def subscribe(self, work: Work, relids: Collection[int]) -> bool:
+        """Have changes captured for a stream table, or make their capture fit the tables as they are now."""
+        if not relids:
+            return True
+        work.foreign = [source for source in self.sources([work]) if source.relid in relids]
+        self.realign([work])
+        for source in self.sources([work]) if work.error is None else ():
+            if source.relid not in relids:
+                continue
+            try:
+                self.ask(
+                    source.database,
+                    "SELECT pgtrickle._subscribe(%s, %s, %s::oid::regclass, %s::smallint[])",
+                    (source.consumer, source.label, source.there, source.columns),
+                )
+            except (psycopg.Error, PgtrickleError) as error:
+                self._note(error, [work])
+        return work.error is None
+
+    def _note(self, error: Exception, works: Sequence[Work]) -> None:
+        """What went wrong elsewhere is the matter of those that read there, unless it went wrong here."""
+        if self.home.broken or self.home.closed:
+            raise error
+        for work in works:
+            work.error = error
+
+    def unsubscribe_dropped(self, databases: Sequence[str]) -> None:
+        """Tell these databases which stream tables still read them."""
+        for database in databases:
+            row = self.home.execute("SELECT pgtrickle._dsn_of(%s)", (database,)).fetchone()
+            assert row is not None
+            self.connections.keep_only(database, row[0], self.kept_by(database))
+
+    def kept_by(self, database: str) -> Kept:
+        """The stream tables here that read a database."""
+        node = self.home.execute("SELECT pgtrickle._node()").fetchone()
+        assert node is not None
+        rows = self.home.execute(
+            "SELECT d.pgt_id, f.source_relid FROM pgtrickle.pgt_foreign_tables f"
+            " JOIN pgtrickle.pgt_dependencies d ON d.source_relid = f.relid WHERE f.database = %s",
+            (database,),
+        ).fetchall()
+        return Kept(node[0], tuple((f"{node[0]}/{pgt_id}", there) for pgt_id, there in rows))
+
+    def prove(self, works: Sequence[Work]) -> None:
+        """Commit, where something was read, that it was: between cut and apply."""
+        moved_on: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
+        for work in works:
+            for database, proof in _new_proofs(work).items() if work.error is None else ():
+                moved_on[database, proof, work.incarnations[database]].append(work)
+        for (database, proof, incarnation), moved in moved_on.items():
+            before = [_known(work, database) for work in moved]
+            consumers = [work.foreign[0].consumer for work in moved]
+            try:
+                ((number,),) = self.ask(
+                    database,
+                    "SELECT pgtrickle._prove(%s::text[], %s::pg_snapshot[], %s::uuid[], %s, %s)",
+                    (
+                        consumers,
+                        [str(one.snapshot) if one is not None else None for one in before],
+                        [one.proof if one is not None else None for one in before],
+                        proof,
+                        incarnation,
+                    ),
+                )
+            except (psycopg.Error, PgtrickleError) as error:
+                self._note(error, moved)
+                continue
+            if number == len(moved):
+                continue
+            for work in moved:
+                why = "was restarted while it was read" if number < 0 else f"forgot that {work.row.label} reads it"
+                work.error = DatabaseFailedError(f"database {database} {why}", "The next refresh reads it again.")
+
+    def altered(self, works: Sequence[Work]) -> list[Work]:
+        """Those whose sources elsewhere have other partitions or capture triggers than when they were read."""
+        found: list[Work] = []
+        for database in dict.fromkeys(name for work in works for name in work.row.databases):
+            signatures = {
+                source.there: source.signature
+                for work in works
+                for source in work.sources
+                if source.database == database and source.attached
+            }
+            try:
+                rows = self.ask(
+                    database,
+                    "SELECT r, pgtrickle._capture_signature(r::oid::regclass) FROM unnest(%s::bigint[]) AS r",
+                    (list(signatures),),
+                )
+            except (psycopg.Error, PgtrickleError) as error:
+                self._note(error, [work for work in works if database in work.row.databases])
+                continue
+            altered = {relid for relid, signature in rows if signature != signatures[relid]}
+            found += [
+                work for work in works if any(one.database == database and one.there in altered for one in work.sources)
+            ]
+        return found
+
+    def purge(self, works: Sequence[Work]) -> None:
+        """Remove changes that all who read them have stored. Another refresh does it where that fails."""
+        for database in dict.fromkeys(name for work in works for name in work.row.databases):
+            names = {one.stable_name for work in works for one in work.sources if one.database == database}
+            try:
+                self.ask(
+                    database,
+                    "SELECT pgtrickle._purge(n) FROM unnest(%s::text[]) AS n",
+                    (sorted(name for name in names if name is not None),),
+                )
+            except (psycopg.OperationalError, DatabaseFailedError):
+                if self.home.broken or self.home.closed:
+                    raise
+
+
+@contextmanager
+def told(database: str) -> Iterator[None]:
+    """A connection that is lost, or what a server says that goes down, is told with the database's name."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        if error.sqlstate is not None and error.sqlstate[:2] != "08" and error.sqlstate not in _GOING_DOWN:
+            raise
+        raise DatabaseFailedError(
+            f"the connection to database {database} was lost: {str(error).strip()}", "Refreshes go on when it is back."
+        ) from None
+
+
+def _alive(conn: psycopg.Connection[Any]) -> bool:
+    """Whether a connection that rested was not closed from the other side meanwhile."""
+    try:
+        conn.execute("")
+    except psycopg.OperationalError:
+        conn.close()
+        return False
+    return True
+
+
+def check_catalog(conn: psycopg.Connection[Any], database: str) -> None:
+    version = installed_version(conn)
+    if version != latest_version():
+        what = "has no pgtrickle catalog" if version is None else f"has a pgtrickle catalog of version {version}"
+        raise DatabaseFailedError(
+            f"database {database} {what}, and this release needs version {latest_version()}",
+            f"Run there: pgtrickle install --service-role {conn.info.user}",
+        )
+
+
+def _take(conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource]) -> OtherCut:
+    """Lock what is read, then take the snapshot."""
+    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
+    conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
+    conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+    names = sorted({(source.schema, source.name) for source in sources})
+    try:
+        with conn.transaction():
+            tables = sql.SQL(", ").join(sql.Identifier(*name) for name in names)
+            conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
+    except psycopg.errors.LockNotAvailable as error:
+        raise SourceLockedError(
+            f"a table of database {database} is locked by another session: {error.diag.message_primary}",
+            "A service tries again by itself.",
+        ) from error
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        pass  # renamed or dropped: its shape tells
+    row = conn.execute(
+        "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
+    ).fetchone()
+    assert row is not None
+    if row[2]:
+        raise DatabaseFailedError(
+            f"database {database} is on a standby",
+            "Register its primary: changes are captured there, and snapshots true.",
+        )
+    with conn.cursor(row_factory=class_row(Consumed)) as cursor:
+        consumers = sorted({source.consumer for source in sources})
+        found = cursor.execute(
+            "SELECT consumer, relid, stable_name, buffer, buffered, signature, shape, proof::text, former_proof::text"
+            " FROM pgtrickle._consumed(%s)",
+            (consumers,),
+        ).fetchall()
+    consumed = {(one.consumer, one.relid): one for one in found}
+    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3])
+
+
+def _end(conn: psycopg.Connection[Any]) -> None:
+    """The cut is over. Where the connection is lost, so is the cut."""
+    try:
+        conn.execute("ROLLBACK")
+    except psycopg.Error:
+        conn.close()
+
+
+def _refuse_twins(cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
+    """Two names for one database would be cut at two moments, as if they were two."""
+    by_node: dict[str, str] = {}
+    for name, cut in cuts.items():
+        other = by_node.setdefault(cut.node, name)
+        if other != name:
+            error = DatabaseFailedError(
+                f"{other} and {name} are the same database",
+                f"Register only one of them, and name its tables as {other}.schema.table.",
+            )
+            for work in works:
+                work.error = error if {name, other} <= set(work.row.databases) else work.error
+
+
+def _known(work: Work, database: str) -> Reflected | None:
+    """What the stored frontier says of another database."""
+    frontier = Frontier.from_json(work.row.frontier)
+    return frontier.databases.get(database) if frontier is not None else None
+
+
+def _new_proofs(work: Work) -> dict[str, str]:
+    """The proofs that the frontier to store speaks of and the stored one does not."""
+    if work.frontier is None:
+        return {}
+    found = {}
+    for database, now in work.frontier.databases.items():
+        before = _known(work, database)
+        if before is None or before.proof != now.proof:
+            found[database] = now.proof
+    return found
