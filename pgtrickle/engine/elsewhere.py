@@ -125,12 +125,14 @@ class Connections:
 
     def _take(self, dsn: str) -> psycopg.Connection[Any] | None:
         self._close_idle(IDLE_SECONDS)
-        with self._lock:
-            while self._idle[dsn]:
+        while True:
+            with self._lock:
+                if not self._idle[dsn]:
+                    return None
                 since, conn = self._idle[dsn].pop()
-                if time.monotonic() - since < RESTED_SECONDS or _alive(conn):
-                    return conn
-        return None
+            # Not under the lock: a machine that vanished does not answer, and others wait for nobody.
+            if time.monotonic() - since < RESTED_SECONDS or _alive(conn):
+                return conn
 
     def _connect(self, name: str, dsn: str) -> psycopg.Connection[Any]:
         with self._lock:
@@ -140,9 +142,9 @@ class Connections:
         try:
             conn = connect(reachable(name, dsn), application_name="pgtrickle reader")
         except (psycopg.OperationalError, PgtrickleError) as error:
-            told = error.message if isinstance(error, PgtrickleError) else str(error).strip()
+            why = error.message if isinstance(error, PgtrickleError) else str(error).strip()
             lost = DatabaseFailedError(
-                f"database {name} cannot be reached: {told}",
+                f"database {name} cannot be reached: {why}",
                 f"`pgtrickle database check {name}` tells when it can be; refreshes then go on by themselves.",
             )
             with self._lock:

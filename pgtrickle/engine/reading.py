@@ -67,6 +67,7 @@ class Reading:
         if not works:
             return []
         self.compile_unknown(works)
+        works = [work for work in works if work.error is None]
         begin = time.monotonic()
         with self.cut(works) as cut:
             self.on_step("cut")
@@ -84,9 +85,10 @@ class Reading:
         """Make the plans that are not there yet."""
         begin = time.monotonic()
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
-        for pgt_id, (_, shape) in self._shapes(unknown).items() if unknown else ():
-            view = next(work.row.view_relid for work in unknown if work.row.pgt_id == pgt_id)
-            self.programs.compile_for(pgt_id, view, shape)
+        shapes = self._shapes(unknown) if unknown else {}
+        for work in unknown:
+            row, shape = work.row, shapes[work.row.pgt_id][1]
+            self._attempt(work, partial(self.programs.compile_for, row.pgt_id, row.view_relid, shape))
         for work in works:
             work.phases.plan = (time.monotonic() - begin) / len(works)
 

@@ -215,7 +215,9 @@ def test_columns_elsewhere_are_renamed_added_and_dropped(three: Three, db: pgtri
     with pytest.raises(PgtrickleError, match=r"column more of crm\.public\.customers was dropped"):
         db.refresh("more")
     crm.execute("UPDATE customers SET region = 'again' WHERE id = 7")
-    db.refresh("named")
+    with pytest.raises(PgtrickleError, match="column more"):
+        db.refresh(["more", "named"])  # the others are refreshed all the same
+    assert three.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'again'").fetchone() != (0,)
     crm.execute("ALTER TABLE customers RENAME TO clients")
     crm.execute("UPDATE clients SET region = 'renamed' WHERE id = 8")
     db.refresh("named")
