@@ -57,7 +57,7 @@ def stable_name(conn: Connection) -> str:
 
 def cut(conn: Connection) -> dict[str, str]:
     """What a refresh would store as the frontier of this moment."""
-    row = conn.execute(load_query("cut")).fetchone()
+    row = conn.execute(load_query("cut"), {"lock_timeout": "5s"}).fetchone()
     assert row is not None
     return {"node": row[0], "snapshot": row[1], "meaning": ""}
 
