@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.corpus import half_of_corpus, load_corpus
 from tests.support.database import TestDatabase
-from tests.support.oracle_rounds import run_rounds
+from tests.support.oracle_rounds import SHARED_ROUNDS, run_rounds
 
 SEED = 20261115
 
@@ -18,4 +18,4 @@ def test_half_of_the_corpus_is_exact_after_every_round(database: TestDatabase) -
 
 @pytest.mark.long
 def test_the_whole_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
-    assert run_rounds(database, load_corpus(), "auto", SEED + 1)
+    assert run_rounds(database, load_corpus(), "auto", SEED + 1, SHARED_ROUNDS)

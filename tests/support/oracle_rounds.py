@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import psycopg
 
 import pgtrickle
@@ -29,7 +31,9 @@ def stored(query: CorpusQuery) -> str:
     return f'st."{query.name}"'
 
 
-def run_rounds(database: TestDatabase, queries: list[CorpusQuery], placement: str, seed: int) -> list[str]:
+def run_rounds(
+    database: TestDatabase, queries: list[CorpusQuery], placement: str, seed: int, shared: Collection[int] = ()
+) -> list[str]:
     """All rounds; gives back every statement that was sent to the sources."""
     print(f"seed {seed}, placement {placement}, {len(queries)} queries")
     statements: list[str] = []
@@ -42,7 +46,7 @@ def run_rounds(database: TestDatabase, queries: list[CorpusQuery], placement: st
             if number:
                 workload.round(conn, number)
             print(f"round {number}", flush=True)
-            with shared_from(1 if number in SHARED_ROUNDS else 2):
+            with shared_from(1 if number in shared else 2):
                 results = db.refresh([stored(query) for query in queries])
             statements += db.engine.statements
             for query, result in zip(queries, results, strict=True):
