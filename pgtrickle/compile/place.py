@@ -119,8 +119,8 @@ class Placer:
                 raise AssertionError(f"{type(plan).__name__} has no place")
 
     def _calculate(self, plan: Project, example: exp.Expression) -> Plan:
-        """Numbers of several sources are added and multiplied on Spark; what reads one source is computed there."""
-        if self.placement == "auto":
+        """Numbers of several databases are added and multiplied on Spark; what reads one source is computed there."""
+        if len(databases_of(plan)) < 2:  # PostgreSQL can, and refuses what overflows
             raise NotOnSpark(f"{example.sql(dialect='postgres')} reads several sources")
         columns = {column.id: column for column in plan.input.columns}
         below: dict[str, tuple[Column, exp.Expression]] = {}

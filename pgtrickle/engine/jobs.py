@@ -8,9 +8,10 @@ from functools import cached_property
 
 from sqlglot import exp
 
-from pgtrickle.compile.place import Placement, Placer
+from pgtrickle.compile.place import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark import Forms, Tables, compile_spark, forms_of, fragment_forms
+from pgtrickle.compile.spark_expressions import NotOnSpark
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
 from pgtrickle.delta.restrict import is_chain
@@ -148,12 +149,16 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
 
 def require_placeable(program: Program) -> None:
     """Raise AcrossDatabases where a part of it can be computed nowhere: of the change, or of the whole."""
-    placer = Placer("spark")
     assert program.change is not None
-    placer.place(program.change)
-    placer.place(program.linear.input if program.linear is not None else program.core)
-    if program.linear is None and not program.finish:
-        placer.place(program.plan)
+    try:
+        if program.linear is not None:
+            jobs = [linear_job(program.linear, part, "spark") for part in (program.change, program.linear.input)]
+        else:
+            jobs = [rows_job(part, program.core.columns, "spark") for part in (program.change, program.core)]
+        for job in jobs:
+            _ = job.fragments  # which forms of its columns are needed shows whether Spark has them
+    except NotOnSpark as error:
+        raise AcrossDatabases(str(error)) from error
 
 
 def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:
