@@ -18,10 +18,11 @@ from pgtrickle.catalog.install import install, require_installed, uninstall, upg
 from pgtrickle.compile.place import AcrossDatabases
 from pgtrickle.delta.program import Program
 from pgtrickle.engine.connection import connect as open_connection
-from pgtrickle.engine.elsewhere import NotThereError, check_catalog, told
+from pgtrickle.engine.elsewhere import NotThereError
 from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.reach import check_catalog, told
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import (

@@ -15,6 +15,7 @@ from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
 from tests.support.pgbouncer import Pooler, pooler_before
+from tests.support.three import Three, three_databases
 
 VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
 
@@ -81,6 +82,13 @@ def other_server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
 def database(server: EmbeddedServer, pooler: Pooler | None, request: pytest.FixtureRequest) -> Iterator[TestDatabase]:
     with fresh_database(server, request.node.name, pooler) as fresh:
         yield fresh
+
+
+@pytest.fixture
+def three(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[Three]:
+    """A shop in three databases, on two servers."""
+    with three_databases(server, other_server) as shop:
+        yield shop
 
 
 @pytest.fixture

@@ -7,12 +7,10 @@ next one starts over if the proof is gone. The same row keeps the changes that t
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -23,19 +21,12 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected, Snapshot
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.catalog.databases import reachable
-from pgtrickle.catalog.install import installed_version, latest_version
-from pgtrickle.engine.connection import connect
 from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.work import Work
-
-IDLE_SECONDS = 60.0
-RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one
-RETRY_SECONDS = 5.0  # after a database could not be reached
-_GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, cannot_connect_now
 
 
 class NotThereError(Exception):
@@ -85,88 +76,6 @@ class OtherCut:
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server
     proof: str = field(default_factory=lambda: str(uuid4()))
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Who still reads a database, of those from one home: consumers and tables."""
-
-    home: str
-    consumers: tuple[tuple[str, int], ...]
-
-
-@dataclass
-class Connections:
-    """Connections to other databases, kept for a while. For all threads."""
-
-    _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
-    _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
-    _lock: Lock = field(default_factory=Lock)
-
-    @contextmanager
-    def open(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
-        """A connection, not in a transaction; kept for the next one if it still is of use."""
-        conn = self._take(dsn) or self._connect(name, dsn)
-        try:
-            yield conn
-        finally:
-            self._give(dsn, conn)
-
-    def keep_only(self, name: str, dsn: str, kept: Kept) -> None:
-        """Tell a database that of the stream tables of one home only these still read it."""
-        with told(name), self.open(name, dsn) as conn:
-            conn.execute(
-                "SELECT pgtrickle._keep_consumers(%s, %s::text[], %s::bigint[])",
-                (kept.home, [consumer for consumer, _ in kept.consumers], [there for _, there in kept.consumers]),
-            )
-
-    def close(self) -> None:
-        self._close_idle(0)
-
-    def _take(self, dsn: str) -> psycopg.Connection[Any] | None:
-        self._close_idle(IDLE_SECONDS)
-        while True:
-            with self._lock:
-                if not self._idle[dsn]:
-                    return None
-                since, conn = self._idle[dsn].pop()
-            # Not under the lock: a machine that vanished does not answer, and others wait for nobody.
-            if time.monotonic() - since < RESTED_SECONDS or _alive(conn):
-                return conn
-
-    def _connect(self, name: str, dsn: str) -> psycopg.Connection[Any]:
-        with self._lock:
-            failed = self._failed.get(dsn)
-        if failed is not None and time.monotonic() - failed[0] < RETRY_SECONDS:
-            raise failed[1]
-        try:
-            conn = connect(reachable(name, dsn), application_name="pgtrickle reader")
-        except (psycopg.OperationalError, PgtrickleError) as error:
-            why = error.message if isinstance(error, PgtrickleError) else str(error).strip()
-            lost = DatabaseFailedError(
-                f"database {name} cannot be reached: {why}",
-                f"`pgtrickle database check {name}` tells when it can be; refreshes then go on by themselves.",
-            )
-            with self._lock:
-                self._failed[dsn] = (time.monotonic(), lost)
-            raise lost from None
-        with self._lock:
-            self._failed.pop(dsn, None)
-        return conn
-
-    def _give(self, dsn: str, conn: psycopg.Connection[Any]) -> None:
-        if conn.closed or conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-            conn.close()
-            return
-        with self._lock:
-            self._idle[dsn].append((time.monotonic(), conn))
-
-    def _close_idle(self, seconds: float) -> None:
-        with self._lock:
-            for kept in self._idle.values():
-                for item in [item for item in kept if time.monotonic() - item[0] >= seconds]:
-                    kept.remove(item)
-                    item[1].close()
 
 
 @dataclass
@@ -366,39 +275,6 @@ class Elsewhere:
             except (psycopg.OperationalError, DatabaseFailedError):
                 if self.home.broken or self.home.closed:
                     raise
-
-
-@contextmanager
-def told(database: str) -> Iterator[None]:
-    """A connection that is lost, or what a server says that goes down, is told with the database's name."""
-    try:
-        yield
-    except psycopg.OperationalError as error:
-        if error.sqlstate is not None and error.sqlstate[:2] != "08" and error.sqlstate not in _GOING_DOWN:
-            raise
-        raise DatabaseFailedError(
-            f"the connection to database {database} was lost: {str(error).strip()}", "Refreshes go on when it is back."
-        ) from None
-
-
-def _alive(conn: psycopg.Connection[Any]) -> bool:
-    """Whether a connection that rested was not closed from the other side meanwhile."""
-    try:
-        conn.execute("")
-    except psycopg.OperationalError:
-        conn.close()
-        return False
-    return True
-
-
-def check_catalog(conn: psycopg.Connection[Any], database: str) -> None:
-    version = installed_version(conn)
-    if version != latest_version():
-        what = "has no pgtrickle catalog" if version is None else f"has a pgtrickle catalog of version {version}"
-        raise DatabaseFailedError(
-            f"database {database} {what}, and this release needs version {latest_version()}",
-            f"Run there: pgtrickle install --service-role {conn.info.user}",
-        )
 
 
 def _take(conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource]) -> OtherCut:

@@ -25,9 +25,9 @@ from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.copying import CopyOut
 from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.elsewhere import told
 from pgtrickle.engine.formats import PARSE, conversion
 from pgtrickle.engine.origins import origins_of
+from pgtrickle.engine.reach import told
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scans_of
 from pgtrickle.query.types import Form, PgType
 

@@ -21,12 +21,13 @@ from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.claims import Claims
 from pgtrickle.engine.connection import be_pooled, idle
-from pgtrickle.engine.elsewhere import Connections, Elsewhere
+from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
+from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.reading import Reading
 from pgtrickle.engine.sharing import Input
 from pgtrickle.engine.spark import run_jobs

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from pgtrickle.engine.elsewhere import Connections
+from pgtrickle.engine.reach import Connections
 from pgtrickle.errors import PgtrickleError
 
 log = logging.getLogger("pgtrickle.watch")

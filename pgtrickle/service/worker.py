@@ -15,10 +15,10 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.engine.connection import be_pooled
-from pgtrickle.engine.elsewhere import Connections
 from pgtrickle.engine.failures import is_transient
 from pgtrickle.engine.lease import KeptElsewhere
 from pgtrickle.engine.programs import Plans
+from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import FuseBlownError

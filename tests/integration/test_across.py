@@ -16,17 +16,11 @@ from tests.support.across import run_across
 from tests.support.corpus import load_corpus
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES, READERS, Three, change, three_databases
+from tests.support.three import QUERIES, READERS, Three, change
 
 Connection = psycopg.Connection[Any]
 
 DIRECT = [name for name in QUERIES if name not in READERS]
-
-
-@pytest.fixture
-def three(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[Three]:
-    with three_databases(server, other_server) as three:
-        yield three
 
 
 @pytest.fixture

@@ -15,19 +15,17 @@ from psycopg import sql
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine import elsewhere
+from pgtrickle.engine import reach
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES, Three, three_databases
+from tests.support.three import QUERIES, Three
 
 Connection = psycopg.Connection[Any]
 
 
-@pytest.fixture
-def three(server: EmbeddedServer, other_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Three]:
-    monkeypatch.setattr(elsewhere, "RETRY_SECONDS", 0.0)
-    with three_databases(server, other_server) as three:
-        yield three
+@pytest.fixture(autouse=True)
+def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -131,6 +131,10 @@ DECLARE
     tag text;
     depth int;
 BEGIN
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases) THEN
+        RETURN QUERY SELECT _pieces.query, NULL::text[]; -- the usual case, and a long loop
+        RETURN;
+    END IF;
     WHILE rest <> '' LOOP
         parts := NULL;
         found := regexp_match(rest, '^(' || identifier || ')\s*\.\s*(' || identifier || ')\s*\.\s*(' || identifier || ')');
@@ -251,6 +255,8 @@ BEGIN
             columns = pgtrickle._align_stand_in(known.relid, known.columns, definition,
                 f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node')
         WHERE f.relid = known.relid;
+        UPDATE pgtrickle.pgt_dependencies AS d SET source_stable_name = database || '/' || (definition ->> 'stable_name')
+        WHERE d.source_relid = known.relid;
         RETURN known.relid;
     END IF;
     IF octet_length(local_schema) > 63 THEN
