@@ -6,11 +6,16 @@ import io
 from typing import Any
 
 import psycopg
+import pyarrow as pa
+from psycopg import sql
 from psycopg.abc import PQGen
 from psycopg.errors import error_from_result
 from psycopg.generators import fetch_many
 from psycopg.pq import ExecStatus
 from psycopg.waiting import Wait
+from pyarrow import csv
+
+from pgtrickle.engine.formats import PARSE, conversion
 
 
 class CopyOut(io.RawIOBase):
@@ -57,3 +62,14 @@ class CopyOut(io.RawIOBase):
         self._rest = whole[len(given) :]
         buffer[: len(given)] = given
         return len(given)
+
+
+def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema) -> pa.Table:
+    """The rows of a query as an Arrow table of the given schema."""
+    command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
+    with conn.cursor() as cursor, cursor.copy(command):
+        data = CopyOut(conn).take()
+    if not data:
+        return schema.empty_table()
+    read = csv.ReadOptions(column_names=schema.names, block_size=max(1 << 20, len(data) if len(data) < 1 << 28 else 0))
+    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))

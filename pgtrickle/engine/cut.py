@@ -38,6 +38,7 @@ class Cut:
     time: datetime
     locked: frozenset[str]  # views whose tables another session keeps locked: not to be read
     merge_mb: str  # memory for sorts and hashes of an apply
+    writes: bool = False  # in the same transaction: what it writes nobody else sees
     others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
 
 
@@ -75,7 +76,7 @@ def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: boo
                 " WHERE pg_size_bytes(current_setting('work_mem')) > pg_size_bytes(%s)",
                 (f"{row['delta_cap_mb']}MB",) * 2,
             )
-        yield Cut(conn, row["node"], Snapshot.parse(row["snapshot"]), row["cut_time"], locked, row["merge_mb"])
+        yield Cut(conn, row["node"], Snapshot.parse(row["snapshot"]), row["cut_time"], locked, row["merge_mb"], writes)
 
 
 def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> frozenset[str]:

@@ -6,7 +6,6 @@ consolidated on arrival: what cancels out is never seen by Spark.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,7 +14,6 @@ import psycopg
 import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
-from pyarrow import csv
 
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.capture.window import since
@@ -23,9 +21,9 @@ from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
 from pgtrickle.compile.text import PART, WINDOW, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
-from pgtrickle.engine.copying import CopyOut
+from pgtrickle.engine.beside import Beside, Order
+from pgtrickle.engine.copying import copy_out
 from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.formats import PARSE, conversion
 from pgtrickle.engine.origins import origins_of
 from pgtrickle.engine.reach import told
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scans_of
@@ -94,12 +92,34 @@ class Part:
     slice: Slice
 
 
+@dataclass(frozen=True)
+class ReadBeside:
+    """A process of its own for the changes of tables that have many."""
+
+    beside: Beside
+    exported: str  # the cut's snapshot
+    many: frozenset[int]
+
+    def read(self, medium: InMemory, request: Request, statement: str) -> pa.Table | None:
+        """The rows; None for what has to be read here."""
+        scans = scans_of(request.plan)
+        if request.reader.database or not any(
+            s.version is Version.DELTA and s.relation.oid in self.many for s in scans
+        ):
+            return None
+        info = medium.conn.info
+        order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema)
+        return self.beside.read(order)
+
+
 @dataclass
 class InMemory:
     """Rows in the driver, as Arrow tables; what several stream tables read in one cut is read once."""
 
     conn: psycopg.Connection[Any]
     statements: list[str]  # what was sent
+    settings: Mapping[str, str] = field(default_factory=dict)
+    beside: ReadBeside | None = None  # where tables have many changes
     _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
     _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
     _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
@@ -124,7 +144,8 @@ class InMemory:
         key = (request.reader.database, shown)
         if key not in self._rows:
             self.statements.append(shown)
-            self._rows[key] = request.reader.copy_out(statement, request.schema)
+            rows = self.beside.read(self, request, shown) if self.beside is not None else None
+            self._rows[key] = rows if rows is not None else request.reader.copy_out(statement, request.schema)
         return self._rows[key]
 
     def consolidated(self, rows: pa.Table) -> pa.Table:
@@ -241,17 +262,6 @@ def database_of(plan: Plan) -> str:
     names = databases_of(plan)
     assert len(names) < 2, f"a fragment over {sorted(names)}"
     return next(iter(names), "")
-
-
-def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema) -> pa.Table:
-    """The rows of a query as an Arrow table of the given schema."""
-    command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
-    with conn.cursor() as cursor, cursor.copy(command):
-        data = CopyOut(conn).take()
-    if not data:
-        return schema.empty_table()
-    read = csv.ReadOptions(column_names=schema.names, block_size=max(1 << 20, len(data) if len(data) < 1 << 28 else 0))
-    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
 
 
 def consolidate(table: pa.Table) -> pa.Table:

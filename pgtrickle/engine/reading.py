@@ -19,11 +19,12 @@ from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.delta.simplify import simplify
+from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
-from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, set_local, take_cut
+from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere, OtherCut
-from pgtrickle.engine.fetch import Fetcher, InMemory, Reader
+from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.programs import Programs
 from pgtrickle.engine.sources import Source, changed_sources
@@ -53,6 +54,7 @@ class Reading:
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
     large: int = LARGE
+    beside: Beside | None = None  # a service has one
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
     def read(self, works: Sequence[Work]) -> None:
@@ -123,6 +125,7 @@ class Reading:
                 continue
             self._attempt(work, partial(self._prepare, work, cut, media))
         prepared = time.monotonic()
+        self._let_read_beside(works, cut, media)
         self._read_together(works, media)
         together = (time.monotonic() - prepared) / len(works)
         for work in works:
@@ -209,7 +212,7 @@ class Reading:
             work.readers = self._readers(work, cut)
             return
         key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
-        medium = media.setdefault(key, InMemory(cut.conn, self.statements))
+        medium = media.setdefault(key, InMemory(cut.conn, self.statements, work.settings))
         work.fetcher = Fetcher(self._readers(work, cut), work.windows, medium)
         work.job.announce(work.fetcher)
 
@@ -217,6 +220,17 @@ class Reading:
         row = work.row
         own = Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
         return {"": own} | {name: Reader(cut.others[name].conn, None, name, work.settings) for name in row.databases}
+
+    def _let_read_beside(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
+        """Many changes are read by a process of their own: here they would keep all other threads waiting."""
+        if self.beside is None or not media or cut.writes or is_pooled(self.conn):
+            return
+        sources = [source for work in works for source in work.sources if source.changed and not source.database]
+        many = frozenset(source.relid for source in sources if source.buffered > self.beside.many)
+        if many:
+            exported = export(cut.conn)
+            for medium in media.values():
+                medium.beside = ReadBeside(self.beside, exported, many)
 
     def _read_together(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
         """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""

@@ -19,6 +19,7 @@ from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
+from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.claims import Claims
 from pgtrickle.engine.connection import be_pooled, idle
 from pgtrickle.engine.elsewhere import Elsewhere
@@ -49,6 +50,7 @@ class Engine:
     policy: Policy = field(default_factory=Policy)
     plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
     connections: Connections = field(default_factory=Connections)  # to other databases; all engines may share them
+    beside: Beside | None = None  # the same: processes that read many changes
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
 
     def __post_init__(self) -> None:
@@ -56,7 +58,12 @@ class Engine:
         self.programs = Programs(self.conn, self.plans)
         self.elsewhere = Elsewhere(self.conn, self.connections)
         self.reading = Reading(
-            self.conn, self.programs, self.elsewhere, lambda name: self.on_step(name), self.statements
+            self.conn,
+            self.programs,
+            self.elsewhere,
+            lambda name: self.on_step(name),
+            self.statements,
+            beside=self.beside,
         )
 
     def refresh(self, ids: Sequence[int], initiated_by: str = "MANUAL") -> list[RefreshResult]:

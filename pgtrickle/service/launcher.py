@@ -14,6 +14,7 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.install import installed_version, latest_version
+from pgtrickle.engine.beside import Beside
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.connections import open_connection
 from pgtrickle.service.pool import Pool
@@ -53,6 +54,7 @@ class Launcher:
     service_id: uuid.UUID
     pool: Pool
     watch: Watch
+    beside: Beside
     on_settings: Callable[[], None] = lambda: None
     databases: dict[str, Watched] = field(default_factory=dict)
     problem: str | None = None  # why the server itself is not served
@@ -175,7 +177,9 @@ class Launcher:
             self._postpone(name, watched, crowded)
             return
         if watched.tended is None:
-            workers = Workers(self.server.dsn, name, self.service_id, connections=self.watch.connections)
+            workers = Workers(
+                self.server.dsn, name, self.service_id, connections=self.watch.connections, beside=self.beside
+            )
             watched.tended = Tended(f"{self.server.name}/{name}", workers)
         watched.scheduler = Scheduler(
             watched.tended, self.pool, self.config.lease_seconds, self.watch, self.on_settings

@@ -7,6 +7,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 
+from pgtrickle.engine.beside import Beside
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
@@ -27,8 +28,9 @@ class Service:
     def __post_init__(self) -> None:
         self.pool = Pool(4)
         self.watch = Watch()
+        self.beside = Beside()
         self.launchers = [
-            Launcher(server, self.config, self.service_id, self.pool, self.watch, self._fit_pool)
+            Launcher(server, self.config, self.service_id, self.pool, self.watch, self.beside, self._fit_pool)
             for server in self.config.servers
         ]
 
@@ -49,6 +51,7 @@ class Service:
             launcher.stop(5.0)
         self.watch.stop()
         self.watch.connections.close()
+        self.beside.close()
         return finished
 
     def _fit_pool(self) -> None:

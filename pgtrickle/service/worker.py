@@ -14,6 +14,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
+from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.failures import is_transient
 from pgtrickle.engine.lease import KeptElsewhere
@@ -39,6 +40,7 @@ class Workers:
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
     connections: Connections = field(default_factory=Connections)  # to other databases
+    beside: Beside | None = None
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -74,7 +76,8 @@ class Workers:
             engine = self._idle.pop()[1] if self._idle else None
         if engine is None or engine.conn.closed:
             conn = open_connection(self.dsn, name, self.database)
-            engine = Engine(conn, lease=KeptElsewhere(self.service_id), plans=self.plans, connections=self.connections)
+            lease = KeptElsewhere(self.service_id)
+            engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, beside=self.beside)
         try:
             yield engine
         except BaseException:
