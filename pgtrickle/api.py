@@ -13,7 +13,16 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from pgtrickle.catalog.databases import RegisteredDatabase, register, registered, remove, storable
+from pgtrickle.catalog.databases import (
+    DatabaseSet,
+    RegisteredDatabase,
+    register,
+    register_set,
+    registered,
+    registered_sets,
+    remove,
+    storable,
+)
 from pgtrickle.catalog.install import install, require_installed, uninstall, upgrade
 from pgtrickle.compile.place import AcrossDatabases
 from pgtrickle.delta.program import Program
@@ -213,6 +222,7 @@ class Database:
         placement: str | None = None,
         pooler_compatibility_mode: bool | None = None,
         status: str | None = None,
+        lost_members: str | None = None,
     ) -> StreamTable:
         """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
         id_ = self.id_of(name)
@@ -234,8 +244,8 @@ class Database:
                     )
             self.conn.execute(
                 "SELECT pgtrickle.alter_stream_table(%s, schedule => %s, refresh_mode => %s, status => %s,"
-                " placement => %s, query => %s, pooler_compatibility_mode => %s)",
-                (name, schedule, refresh_mode, status, placement, query, pooler_compatibility_mode),
+                " placement => %s, query => %s, pooler_compatibility_mode => %s, lost_members => %s)",
+                (name, schedule, refresh_mode, status, placement, query, pooler_compatibility_mode, lost_members),
             )
         return self._public(self.engine.rows([id_])[0])
 
@@ -262,6 +272,7 @@ class Database:
         assert row is not None
         with _plain_errors():
             register(self.conn, name, known, row[0], roles)
+            self.engine.sets.settle()
         return next(one for one in self.databases() if one.name == name)
 
     def databases(self) -> list[RegisteredDatabase]:
@@ -302,11 +313,42 @@ class Database:
         require_installed(self.conn)
         try:
             with _plain_errors():
-                self.engine.elsewhere.import_table(database, table)
+                self.engine.sets.import_table(database, table)
         except NotThereError as error:
             raise InvalidQueryError(
-                f"database {database} has no table {table}", "Name it as schema.table; mind who may see it there."
+                f"database {error.database} has no table {table}", "Name it as schema.table; mind who may see it there."
             ) from error
+
+    def add_database_set(
+        self,
+        name: str,
+        members: Sequence[str] = (),
+        *,
+        pattern: str | None = None,
+        server: str | None = None,
+        roles: Sequence[str] = (),
+    ) -> DatabaseSet:
+        """Register a set of databases: `name.schema.table` then stands for that table in all of them.
+
+        Members are the registered databases that are named, and those whose names fit the pattern (`tenant_*`), also
+        those that are registered later. With the DSN of a server its databases that fit it are registered by themselves.
+        """
+        require_installed(self.conn)
+        if not members and pattern is None:
+            raise InvalidQueryError(
+                f"set {name} has neither members nor a pattern", "Name databases, or give a pattern."
+            )
+        if server is not None and pattern is None:
+            raise InvalidQueryError(f"set {name} has a server but no pattern", "Give one, such as tenant_*.")
+        with _plain_errors():
+            register_set(self.conn, name, pattern, members, storable(server) if server is not None else None, roles)
+            self.engine.sets.settle()
+        return next(one for one in self.database_sets() if one.name == name)
+
+    def database_sets(self) -> list[DatabaseSet]:
+        """Sets of databases, with their members."""
+        require_installed(self.conn)
+        return registered_sets(self.conn)
 
     def _import_named(self, query: str) -> list[str]:
         """Make the tables of other databases known that a query names; gives those databases."""

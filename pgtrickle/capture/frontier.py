@@ -22,6 +22,10 @@ class Snapshot:
         xmin, xmax, running = text.split(":")
         return cls(int(xmin), int(xmax), tuple(int(xid) for xid in running.split(",") if xid))
 
+    def sees(self, xid: int) -> bool:
+        """Whether a transaction that is over now was over then."""
+        return xid < self.xmax and xid not in self.in_progress
+
     def __str__(self) -> str:
         return f"{self.xmin}:{self.xmax}:{','.join(map(str, self.in_progress))}"
 

@@ -61,6 +61,8 @@ class Analysis:
                 )
             }
             foreign = {row["relid"]: row for row in cursor.execute(load_query("stand_ins"))}
+            found = {"relations": [row["oid"] for row in rows]}
+            shards = cursor.execute(load_query("shards"), found).fetchall()
         columns = [item for row in rows for item in row["columns"] or []]
         self.deterministic = all(item["deterministic"] for item in columns)
         types = iter(self.types([(item["type"], item["typmod"]) for item in columns]))
@@ -86,8 +88,10 @@ class Analysis:
                 row["definition"],
                 buffers.get(row["oid"]),
             )
-            known = foreign.get(row["oid"])
-            result[row["schema"], row["name"]] = relation if known is None else _elsewhere(relation, known)
+            if row["oid"] in foreign:
+                relation = _elsewhere(relation, foreign[row["oid"]])
+            members = tuple(_member(relation, shard) for shard in shards if shard["relid"] == row["oid"])
+            result[row["schema"], row["name"]] = replace(relation, members=members) if members else relation
         return result
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
@@ -130,6 +134,14 @@ def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
         buffer=f"changes_{known['source_stable_name']}",
         database=known["database"],
     )
+
+
+def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
+    """The table of one member of a set, of which all have one."""
+    own = replace(
+        stand_in, oid=shard["member_relid"], columns=stand_in.columns[1:], key=tuple(shard["key"] or ()), shard=True
+    )
+    return _elsewhere(own, shard)
 
 
 def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:

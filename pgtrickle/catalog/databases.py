@@ -40,6 +40,43 @@ def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
         ).fetchall()
 
 
+@dataclass(frozen=True)
+class DatabaseSet:
+    """A set of registered databases, as the catalog has it."""
+
+    name: str
+    pattern: str | None
+    server: str | None
+    members: list[str]
+    roles: list[str]
+    tables: list[str]  # that stand for one of every member
+    problem: str | None  # why a database could not join it
+
+
+def registered_sets(conn: psycopg.Connection[Any]) -> list[DatabaseSet]:
+    with conn.cursor(row_factory=class_row(DatabaseSet)) as cursor:
+        return cursor.execute(
+            "SELECT s.name, s.pattern, s.server_dsn AS server, ARRAY(SELECT pgtrickle._members_of(s.name)) AS members, s.roles,"
+            " ARRAY(SELECT format('%I.%I', t.source_schema, t.source_name) FROM pgtrickle.pgt_sharded_tables AS t"
+            " WHERE t.database_set = s.name ORDER BY 1) AS tables, s.problem"
+            " FROM pgtrickle.pgt_database_sets AS s ORDER BY s.name"
+        ).fetchall()
+
+
+def register_set(
+    conn: psycopg.Connection[Any],
+    name: str,
+    pattern: str | None,
+    members: Sequence[str],
+    server: str | None,
+    roles: Sequence[str],
+) -> None:
+    """Write a set of databases down, or change which are its members."""
+    conn.execute(
+        "SELECT pgtrickle._register_set(%s, %s, %s, %s, %s)", (name, pattern, list(members), server, list(roles))
+    )
+
+
 def register(conn: psycopg.Connection[Any], name: str, dsn: str, node: str | None, roles: Sequence[str]) -> None:
     """Write a database down, or change how it is reached."""
     conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, %s)", (name, dsn, node, list(roles)))

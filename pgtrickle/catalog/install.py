@@ -69,7 +69,9 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
         )
         stand_ins = _rows(
             conn,
-            "SELECT n.nspname, c.relname FROM pgtrickle.pgt_foreign_tables f JOIN pg_class c ON c.oid = f.relid"
+            "SELECT n.nspname, c.relname FROM pg_class c"
+            " JOIN (SELECT relid FROM pgtrickle.pgt_foreign_tables UNION SELECT relid FROM pgtrickle.pgt_sharded_tables) f"
+            " ON c.oid = f.relid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace",
         )
         # The triggers on other roles' tables go with the functions they call, whoever owns the tables.

@@ -34,18 +34,54 @@ def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None
         click.echo(f"registered {added.name}: name its tables as {added.name}.schema.table")
 
 
+@database.command("add-set")
+@click.argument("name")
+@click.argument("members", nargs=-1, metavar="[DATABASE]...")
+@click.option("--pattern", help="Every registered database whose name fits it, as tenant_*; also later ones.")
+@click.option(
+    "--server", metavar="DSN", help="A server whose databases that fit the pattern are registered by themselves."
+)
+@click.option("--role", "roles", multiple=True, help="A role here that may use it, besides administrators. Repeatable.")
+@with_dsn
+def add_set(
+    dsn: str | None,
+    name: str,
+    members: tuple[str, ...],
+    pattern: str | None,
+    server: str | None,
+    roles: tuple[str, ...],
+) -> None:
+    """Register NAME as a set of databases: NAME.schema.table is that table in all of them.
+
+    The column pgt_database tells whose row it is. New members join by themselves; `pgtrickle database remove` takes one out.
+    """
+    with open_database(dsn) as db:
+        added = db.add_database_set(name, members, pattern=pattern, server=server, roles=roles)
+        click.echo(f"registered {added.name}: {len(added.members)} databases")
+        if added.problem is not None:
+            click.echo(added.problem, err=True)
+
+
 @database.command("list")
 @as_json
 @with_dsn
 def list_databases(dsn: str | None, as_json: bool) -> None:
     """Show the registered databases, and the tables of theirs that are known here."""
     with open_database(dsn) as db:
-        found = db.databases()
+        found, sets = db.databases(), db.database_sets()
     if as_json:
-        print_json(found)
+        print_json([*found, *sets])
         return
     rows = [(one.name, one.dsn, ", ".join(one.tables), ", ".join(one.roles)) for one in found]
     print_table(("name", "dsn", "tables", "roles"), rows, "no database is registered")
+    if sets:
+        members = [(one.name, _brief(one.members), ", ".join(one.tables), one.problem or "ok") for one in sets]
+        print_table(("set", "members", "tables", "state"), members, "")
+
+
+def _brief(names: list[str]) -> str:
+    """Some of many names."""
+    return ", ".join(names) if len(names) <= 6 else f"{len(names)}: {', '.join(names[:3])}, … {names[-1]}"
 
 
 @database.command()
@@ -78,7 +114,10 @@ def import_table(dsn: str | None, name: str, table: str) -> None:
 @click.argument("name")
 @with_dsn
 def remove(dsn: str | None, name: str) -> None:
-    """Forget database NAME. Stream tables that read it must be dropped before."""
+    """Forget database NAME, or the set of that name. Stream tables that name it must be dropped before.
+
+    As a member of a set it is taken out: the next refresh reads the others anew.
+    """
     with open_database(dsn) as db:
         db.remove_database(name)
         click.echo(f"removed {name}")

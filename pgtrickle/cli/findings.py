@@ -211,6 +211,13 @@ def _databases(conn: Connection) -> Iterator[Finding]:
             f"is not followed: {problem}",
             f"`pgtrickle database check {name}` tells when it can be read, `pgtrickle database add {name} DSN` where it is.",
         )
+    for name, problem in _rows(conn, "SELECT name, problem FROM pgtrickle.pgt_database_sets WHERE problem IS NOT NULL"):
+        yield Finding(
+            "database",
+            name,
+            f"lacks a member: {problem}",
+            "Mend it there: it then joins by itself. `pgtrickle database list` shows the members.",
+        )
 
 
 CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (

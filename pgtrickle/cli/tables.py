@@ -90,6 +90,11 @@ Examples:
 @click.option("--placement", type=PLACEMENT)
 @click.option("--pooler/--no-pooler", default=None, help="Refresh it without anything that outlives a transaction.")
 @click.option("--status", type=click.Choice(["ACTIVE", "SUSPENDED"], case_sensitive=False))
+@click.option(
+    "--lost-members",
+    type=click.Choice(["wait", "keep"]),
+    help="While a database of a set cannot be reached: wait for it, or go on with what was last read of it.",
+)
 @with_dsn
 def alter(
     dsn: str | None,
@@ -101,13 +106,12 @@ def alter(
     placement: str | None,
     pooler: bool | None,
     status: str | None,
+    lost_members: str | None,
 ) -> None:
     """Change the query, schedule, mode, placement or status of stream table NAME."""
     text = _query(query, file) if query is not None or file is not None else None
-    if all(value is None for value in (text, schedule, mode, placement, pooler, status)):
-        raise click.UsageError(
-            "Say what to change: --query, --file, --schedule, --mode, --placement, --pooler or --status."
-        )
+    if all(value is None for value in (text, schedule, mode, placement, pooler, status, lost_members)):
+        raise click.UsageError("Say what to change; `pgtrickle alter --help` shows what can be.")
     with open_database(dsn) as database:
         table = database.alter_stream_table(
             name,
@@ -117,6 +121,7 @@ def alter(
             placement=placement,
             pooler_compatibility_mode=pooler,
             status=status,
+            lost_members=lost_members,
         )
         click.echo(f"altered {table.name}")
 

@@ -56,7 +56,7 @@ class Placer:
         try:
             return self._on_spark(plan)
         except NotOnSpark as reason:
-            if len(databases_of(plan)) > 1:
+            if len(databases_of(plan)) > 1 or any(scan.relation.shard for scan in scans_of(plan)):
                 raise AcrossDatabases(str(reason)) from reason
             return Fragment(plan, str(reason))
 
@@ -120,7 +120,9 @@ class Placer:
 
     def _calculate(self, plan: Project, example: exp.Expression) -> Plan:
         """Numbers of several databases are added and multiplied on Spark; what reads one source is computed there."""
-        if len(databases_of(plan)) < 2:  # PostgreSQL can, and refuses what overflows
+        if len(databases_of(plan)) < 2 and not any(
+            scan.relation.shard for scan in scans_of(plan)
+        ):  # PostgreSQL can, and refuses what overflows
             raise NotOnSpark(f"{example.sql(dialect='postgres')} reads several sources")
         columns = {column.id: column for column in plan.input.columns}
         below: dict[str, tuple[Column, exp.Expression]] = {}

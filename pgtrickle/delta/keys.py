@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlglot import exp
 
+from pgtrickle.compile.spark_expressions import constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -13,6 +16,7 @@ from pgtrickle.query.plan import (
     Plan,
     Project,
     Scan,
+    UnionAll,
     equi_keys,
 )
 
@@ -42,6 +46,40 @@ def key_of(plan: Plan) -> frozenset[str] | None:
             return key_of(left)
         case Aggregate(keys=keys):
             return frozenset(key.id for key in keys)
+        case UnionAll():
+            return _union_key(plan)
+        case _:
+            return None
+
+
+def _union_key(plan: UnionAll) -> frozenset[str] | None:
+    """Where a constant tells the inputs apart, it and a key that all of them have."""
+    positions = []
+    for child in plan.inputs:
+        key = key_of(child)
+        if key is None:
+            return None
+        positions.append({i for i, column in enumerate(child.columns) if column.id in key})
+    marks = [i for i in range(len(plan.columns)) if _tells_apart(plan.inputs, i)]
+    if not marks or any(found != positions[0] for found in positions):
+        return None
+    return frozenset(plan.columns[i].id for i in {marks[0], *positions[0]})
+
+
+def _tells_apart(inputs: Sequence[Plan], position: int) -> bool:
+    """Whether each input has a constant there, and each another one."""
+    values = [_constant(child, child.columns[position].id) for child in inputs]
+    return None not in values and len(set(values)) == len(values)
+
+
+def _constant(plan: Plan, id_: str) -> str | None:
+    """The one value that a column has in all rows."""
+    match plan:
+        case Filter(input=child):
+            return _constant(child, id_)
+        case Project(input=child, items=items):
+            value = next(value for column, value in items if column.id == id_)
+            return _constant(child, value.name) if isinstance(value, exp.Column) else constant(value)
         case _:
             return None
 

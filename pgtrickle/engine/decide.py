@@ -97,11 +97,16 @@ def _must_start_over(
     if known.meaning != now.meaning:
         return "a view or function that the query uses was replaced, or the guard of the table was switched off"
     for source in sources:
-        if source.database and (reason := _forgotten(source, known, now)) is not None:
+        if (
+            source.database
+            and not source.resting
+            and not source.joined
+            and (reason := _forgotten(source, known, now)) is not None
+        ):
             return reason
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
-        if source.captured and source.signature != source.known_signature:
+        if source.captured and source.signature != source.known_signature and not source.joined:
             return f"capture triggers or partitions of {source.label} changed"
     return None
 

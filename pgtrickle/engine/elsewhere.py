@@ -8,10 +8,12 @@ next one starts over if the proof is gone. The same row keeps the changes that t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import psycopg
@@ -29,8 +31,17 @@ if TYPE_CHECKING:
     from pgtrickle.engine.work import Work
 
 
+R = TypeVar("R")
+V = TypeVar("V")
+AT_ONCE = 8  # databases that are asked at the same time
+
+
+@dataclass
 class NotThereError(Exception):
     """There is no such table in the other database."""
+
+    database: str
+    table: str
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,7 @@ class ForeignSource:
     schema: str
     name: str
     shape: str
+    shard: bool  # it is read as the table of a member of a set
     consumer: str
     label: str
     columns: list[int]
@@ -75,6 +87,7 @@ class OtherCut:
     snapshot: Snapshot
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server
+    looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
     proof: str = field(default_factory=lambda: str(uuid4()))
 
 
@@ -108,24 +121,94 @@ class Elsewhere:
 
     @contextmanager
     def cut(self, works: Sequence[Work]) -> Iterator[dict[str, OtherCut]]:
-        """Cuts of all databases that these stream tables read; who reads one that cannot be cut gets its error."""
+        """Cuts of all databases that these stream tables read; who reads one that cannot be cut gets its error.
+
+        Members of a set that have no news are left alone.
+        """
+        self._join(works)
         sources = self.sources(works)
+        for work in works:
+            work.foreign = [source for source in sources if source.pgt_id == work.row.pgt_id]
+        wanted = {name: [one for one in sources if one.database == name] for name in {one.database for one in sources}}
+        dsns = self._dsns(wanted)
         cuts: dict[str, OtherCut] = {}
         with ExitStack() as stack:
-            for database in dict.fromkeys(source.database for source in sources):
-                wanted = [source for source in sources if source.database == database]
-                try:
-                    cuts[database] = stack.enter_context(self._cut(database, wanted))
-                except (psycopg.Error, PgtrickleError) as error:
-                    self._note(error, [work for work in works if database in work.row.databases])
+            looked = _at_once(partial(self._has_news, works, dsns), _may_rest(works, wanted))
+            for database in [name for name, news in looked.items() if news is not True]:
+                del wanted[database]
+                self._lose(looked[database], database, works)
+            for database, found in _at_once(partial(self._enter, dsns), wanted).items():
+                if isinstance(found, Exception):
+                    self._lose(found, database, works)
+                else:
+                    stack.push(found[0].__exit__)
+                    cuts[database] = found[1]
             _refuse_twins(cuts, works)
             for work in works:
-                work.foreign = [source for source in sources if source.pgt_id == work.row.pgt_id]
+                work.looks = {
+                    name: cut.looks[consumer]
+                    for name, cut in cuts.items()
+                    for consumer in {source.consumer for source in work.foreign if source.database == name}
+                    if consumer in cut.looks
+                }
             yield cuts
 
+    def _dsns(self, names: Iterable[str]) -> dict[str, str]:
+        rows = self.home.execute(
+            "SELECT n, pgtrickle._dsn_of(n) FROM unnest(%s::text[]) AS n", (sorted(names),)
+        ).fetchall()
+        return dict(rows)
+
+    def _has_news(
+        self, works: Sequence[Work], dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
+    ) -> bool:
+        """Whether a member of a set has changes for one of these stream tables, or is not what it was."""
+        readers = {source.consumer: source.pgt_id for source in sources}
+        known = {work.row.pgt_id: _known(work, database) for work in works}
+        with self.connections.open(database, dsns[database]) as conn, told(database):
+            rows = conn.execute("SELECT consumer, state, xids FROM pgtrickle._look(%s)", (list(readers),)).fetchall()
+        if len(rows) < len(readers):
+            return True
+        for consumer, state, xids in rows:
+            reflected = known[readers[consumer]]
+            if reflected is None or self.connections.looks.get((dsns[database], consumer)) != state:
+                return True
+            if not all(reflected.snapshot.sees(xid) for xid in xids):
+                return True
+        return False
+
+    def _lose(self, found: Exception | bool, database: str, works: Sequence[Work]) -> None:
+        """A member of a set that cannot be reached stays as it was last read, for stream tables that want it so."""
+        if isinstance(found, Exception):
+            self._note(found, [work for work in works if database in work.row.databases and not _keeps(work, database)])
+
+    def _enter(
+        self, dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
+    ) -> tuple[AbstractContextManager[OtherCut], OtherCut]:
+        cut = self._cut(database, dsns[database], sources)
+        return cut, cut.__enter__()
+
+    def _join(self, works: Sequence[Work]) -> None:
+        """Have the changes captured of what became a member of a set since the last refresh."""
+        for work in works:
+            if work.row.frontier is None or not work.row.databases or work.error is not None:
+                continue
+            new = [one for one in self.sources([work]) if one.shard and _known(work, one.database) is None]
+            if not new or self.subscribe(work, {source.relid for source in new}):
+                continue
+            if isinstance(work.error, DatabaseFailedError) and work.row.lost_members == "keep":
+                work.error = None
+
+    def remember(self, works: Sequence[Work]) -> None:
+        """What members of sets were like when these stream tables were refreshed."""
+        dsns = self._dsns({name for work in works for name in work.looks})
+        for work in works:
+            for database, state in work.looks.items():
+                self.connections.looks[dsns[database], work.foreign[0].consumer] = state
+
     @contextmanager
-    def _cut(self, database: str, sources: Sequence[ForeignSource]) -> Iterator[OtherCut]:
-        with self.open(database) as conn:
+    def _cut(self, database: str, dsn: str, sources: Sequence[ForeignSource]) -> Iterator[OtherCut]:
+        with self.connections.open(database, dsn) as conn:
             try:
                 with told(database):
                     check_catalog(conn, database)
@@ -160,7 +243,7 @@ class Elsewhere:
         try:
             ((found,),) = self.ask(database, "SELECT pgtrickle._describe_table(%s::regclass)", (table,))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
-            raise NotThereError(table) from error
+            raise NotThereError(database, table) from error
         self.home.execute("SELECT pgtrickle._stand_in(%s, %s)", (database, Jsonb(found)))
 
     def subscribe(self, work: Work, relids: Collection[int]) -> bool:
@@ -240,7 +323,7 @@ class Elsewhere:
     def altered(self, works: Sequence[Work]) -> list[Work]:
         """Those whose sources elsewhere have other partitions or capture triggers than when they were read."""
         found: list[Work] = []
-        for database in dict.fromkeys(name for work in works for name in work.row.databases):
+        for database in dict.fromkeys(name for work in works for name in work.cut_databases):
             signatures = {
                 source.there: source.signature
                 for work in works
@@ -264,7 +347,7 @@ class Elsewhere:
 
     def purge(self, works: Sequence[Work]) -> None:
         """Remove changes that all who read them have stored. Another refresh does it where that fails."""
-        for database in dict.fromkeys(name for work in works for name in work.row.databases):
+        for database in dict.fromkeys(name for work in works for name in work.cut_databases):
             names = {one.stable_name for work in works for one in work.sources if one.database == database}
             try:
                 self.ask(
@@ -311,7 +394,9 @@ def _take(conn: psycopg.Connection[Any], database: str, sources: Sequence[Foreig
             (consumers,),
         ).fetchall()
     consumed = {(one.consumer, one.relid): one for one in found}
-    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3])
+    shards = sorted({source.consumer for source in sources if source.shard})
+    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (shards,)).fetchall() if shards else []
+    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], dict(looks))
 
 
 def _end(conn: psycopg.Connection[Any]) -> None:
@@ -334,6 +419,42 @@ def _refuse_twins(cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
             )
             for work in works:
                 work.error = error if {name, other} <= set(work.row.databases) else work.error
+
+
+def _may_rest(
+    works: Sequence[Work], wanted: Mapping[str, Sequence[ForeignSource]]
+) -> dict[str, Sequence[ForeignSource]]:
+    """Databases that need not be cut if they have no news: members of sets, for stream tables that have read them."""
+    whole = {
+        name
+        for work in works
+        if work.needs_all or work.row.frontier is None or work.row.reinit_reason is not None
+        for name in work.row.databases
+    }
+    new = {name for work in works for name in work.row.databases if _known(work, name) is None}
+    return {name: of for name, of in wanted.items() if all(one.shard for one in of) and name not in whole | new}
+
+
+def _keeps(work: Work, database: str) -> bool:
+    """Whether a database may be left as it was last read. Not where its rows are needed."""
+    if work.row.lost_members != "keep" or work.needs_all or work.row.frontier is None:
+        return False
+    return work.row.reinit_reason is None and any(one.shard and one.database == database for one in work.foreign)
+
+
+def _at_once(call: Callable[[str, V], R], of: Mapping[str, V]) -> dict[str, R | Exception]:
+    """What the call gives for each of several databases, or what went wrong there."""
+
+    def attempt(item: tuple[str, V]) -> R | Exception:
+        try:
+            return call(*item)
+        except (psycopg.Error, PgtrickleError) as error:
+            return error
+
+    if len(of) < 2:
+        return {item[0]: attempt(item) for item in of.items()}
+    with ThreadPoolExecutor(min(len(of), AT_ONCE), "pgtrickle-elsewhere") as pool:
+        return dict(zip(of, pool.map(attempt, of.items()), strict=True))
 
 
 def _known(work: Work, database: str) -> Reflected | None:

@@ -26,7 +26,7 @@ from pgtrickle.engine.copying import copy_out
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.origins import origins_of
 from pgtrickle.engine.reach import told
-from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scans_of
+from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
 
 T = TypeVar("T")
@@ -170,6 +170,7 @@ class Fetcher(Generic[T]):
     readers: Mapping[str, Reader]  # by database
     windows: Mapping[str, Snapshot]  # the same: behind which its changes lie
     medium: Medium[T]
+    joined: frozenset[str] = frozenset()  # databases that are new: the change of their tables is all rows
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
     _texts: dict[Plan, SqlText] = field(default_factory=dict)
     _rows: dict[Plan, T] = field(default_factory=dict)
@@ -184,6 +185,11 @@ class Fetcher(Generic[T]):
             for key in self._texts[plan].keys:
                 for origin in origins_of(key) or []:
                     self.want(origin.plan, [(origin.column, "text")])
+
+    @property
+    def databases(self) -> frozenset[str]:
+        """Those that something is wanted of."""
+        return frozenset(database_of(plan) for plan in self._wanted)
 
     @property
     def missing(self) -> dict[Plan, Forms]:
@@ -214,6 +220,8 @@ class Fetcher(Generic[T]):
         database = database_of(plan)
         reader = self.readers[database]
         conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(self._texts[plan].keys)}
+        if database in self.joined:
+            plan = scanning(plan, Version.NEW)
         if None in conditions.values() and is_chain(plan):
             return self.medium.empty(schema)
 

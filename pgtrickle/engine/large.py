@@ -50,13 +50,17 @@ class LargeWork:
     settings: Mapping[str, str]
     statements: list[str]
     _frames: dict[Fragment, DataFrame] = field(default_factory=dict)
-    _medium: OnExecutors | None = None
 
-    def fetch(self, job: Job, readers: Mapping[str, Reader], windows: Mapping[str, Snapshot]) -> tuple[int, bool]:
-        """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
+    def __post_init__(self) -> None:
         self._medium = OnExecutors(self.settings, self.statements)
-        fetcher = Fetcher(readers, windows, self._medium)
-        job.announce(fetcher)
+
+    def fetcher(
+        self, readers: Mapping[str, Reader], windows: Mapping[str, Snapshot], joined: frozenset[str]
+    ) -> Fetcher[DataFrame]:
+        return Fetcher(readers, windows, self._medium, joined)
+
+    def fetch(self, job: Job, fetcher: Fetcher[DataFrame]) -> tuple[int, bool]:
+        """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
         with large_settings():
             self._frames = job.fetch(fetcher)
             rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
@@ -69,8 +73,7 @@ class LargeWork:
 
     def release(self) -> None:
         """Give the executors' disks back."""
-        if self._medium is not None:
-            self._medium.release()
+        self._medium.release()
 
     def _compute(self, job: Job, stage: str) -> Staged | None:
         names: dict[Fragment, str | None] = {}

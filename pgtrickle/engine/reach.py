@@ -37,6 +37,7 @@ class Connections:
 
     _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
+    looks: dict[tuple[str, str], str] = field(default_factory=dict)  # by database and consumer, at its last refresh
     _lock: Lock = field(default_factory=Lock)
 
     @contextmanager

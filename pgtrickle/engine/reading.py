@@ -39,6 +39,8 @@ TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "bas
 LARGE = 64 << 20
 TOGETHER = 4  # times as much where several stream tables want the same changes
 
+PASSES = 3
+
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
 WORTH_COUNTING = 1 << 20
 DEARER = 1.5
@@ -58,10 +60,16 @@ class Reading:
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
     def read(self, works: Sequence[Work]) -> None:
-        """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once."""
-        outdated = self._read_in_cut(works)
-        self.elsewhere.realign(outdated)
-        for work in self._read_in_cut([work for work in outdated if work.error is None]):
+        """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once.
+
+        Once more where databases must be read that were left alone because they have no news.
+        """
+        again = works
+        for _ in range(PASSES):
+            again = self._read_in_cut(again)
+            self.elsewhere.realign([work for work in again if not work.needs_all])
+            again = [work for work in again if work.error is None]
+        for work in again:
             work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
 
     def _read_in_cut(self, works: Sequence[Work]) -> list[Work]:
@@ -89,10 +97,18 @@ class Reading:
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
         shapes = self._shapes(unknown) if unknown else {}
         for work in unknown:
-            row, shape = work.row, shapes[work.row.pgt_id][1]
-            self._attempt(work, partial(self.programs.compile_for, row.pgt_id, row.view_relid, shape))
+            self._compile(work, shapes[work.row.pgt_id][1])
+            if isinstance(work.error, SourceChangedError) and work.row.databases:
+                # What is missing may be there again by now.
+                work.error, work.foreign = None, self.elsewhere.sources([work])
+                self.elsewhere.realign([work])
+                if work.error is None:
+                    self._compile(work, self._shapes([work])[work.row.pgt_id][1])
         for work in works:
             work.phases.plan = (time.monotonic() - begin) / len(works)
+
+    def _compile(self, work: Work, shape: str) -> None:
+        self._attempt(work, partial(self.programs.compile_for, work.row.pgt_id, work.row.view_relid, shape))
 
     def read_at(self, cut: Cut, works: Sequence[Work], begin: float) -> list[Work]:
         """Fetch in the snapshot of a cut that was begun then; gives back those whose plan was not for their query."""
@@ -114,7 +130,9 @@ class Reading:
         for work in works:
             meaning, shape = shapes[work.row.pgt_id]
             work.frontier = Frontier(cut.node, cut.snapshot, meaning, _others(work, cut.others))
-            work.incarnations = {name: cut.others[name].incarnation for name in work.row.databases}
+            work.incarnations = {
+                name: cut.others[name].incarnation for name in work.row.databases if name in cut.others
+            }
             work.compiled = self.programs.known(work.row.pgt_id)
             assert work.compiled is not None
             work.cut_time, work.merge_mb = cut.time, cut.merge_mb
@@ -124,6 +142,10 @@ class Reading:
                 outdated.append(work)
                 continue
             self._attempt(work, partial(self._prepare, work, cut, media))
+        # What rests must be read after all: again, with a cut of it.
+        outdated += [work for work in works if work.error is None and work.needs_all]
+        for work in outdated:
+            work.job = work.fetcher = work.large = None
         prepared = time.monotonic()
         self._let_read_beside(works, cut, media)
         self._read_together(works, media)
@@ -209,17 +231,20 @@ class Reading:
             from pgtrickle.engine.large import LargeWork
 
             work.large = LargeWork(cut.conn, work.settings, self.statements)
-            work.readers = self._readers(work, cut)
-            return
-        key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
-        medium = media.setdefault(key, InMemory(cut.conn, self.statements, work.settings))
-        work.fetcher = Fetcher(self._readers(work, cut), work.windows, medium)
+            work.fetcher = work.large.fetcher(self._readers(work, cut), work.windows, work.joined)
+        else:
+            key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
+            medium = media.setdefault(key, InMemory(cut.conn, self.statements, work.settings))
+            work.fetcher = Fetcher(self._readers(work, cut), work.windows, medium, work.joined)
         work.job.announce(work.fetcher)
+        work.needs_all = not work.fetcher.databases <= work.fetcher.readers.keys()
 
     def _readers(self, work: Work, cut: Cut) -> dict[str, Reader]:
         row = work.row
         own = Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
-        return {"": own} | {name: Reader(cut.others[name].conn, None, name, work.settings) for name in row.databases}
+        return {"": own} | {
+            name: Reader(cut.others[name].conn, None, name, work.settings) for name in work.cut_databases
+        }
 
     def _let_read_beside(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
         """Many changes are read by a process of their own: here they would keep all other threads waiting."""
@@ -236,6 +261,8 @@ class Reading:
         """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
         for medium in media.values():
             busy = [work for work in works if work.fetcher is not None and work.fetcher.medium is medium]
+            if not busy:
+                continue
             try:
                 with self.conn.transaction():
                     set_local(self.conn, busy[0].settings)
@@ -246,10 +273,10 @@ class Reading:
 
     def _fetch(self, work: Work) -> None:
         assert work.job is not None
-        if work.large is not None:
-            work.rows_in, work.into_empty = work.large.fetch(work.job, work.readers, work.windows)
-            return
         assert work.fetcher is not None
+        if work.large is not None:
+            work.rows_in, work.into_empty = work.large.fetch(work.job, work.fetcher)
+            return
         medium = work.fetcher.medium
         assert isinstance(medium, InMemory)
         with self.conn.transaction() if work.fetcher.missing else nullcontext():
@@ -283,16 +310,13 @@ class Reading:
             # Read here, changes are read once for all stream tables; by executors, once for each of them.
             together = any(self._readers_of[source.relid] > 1 for source in work.sources)
             most = self.large * TOGETHER if together else self.large
-            return sum(source.buffered for source in work.sources if source.changed) > most
+            new = sum(_bytes_of(cut.others[one.database].conn, [one.there]) for one in work.sources if one.joined)
+            return new + sum(source.buffered for source in work.sources if source.changed) > most
         size = 0
-        for database in ("", *work.row.databases):
+        for database in ("", *work.cut_databases):
             relations = [source.there or source.relid for source in work.sources if source.database == database]
             conn = cut.others[database].conn if database else self.conn
-            row = conn.execute(
-                load_query("sizes"), {"relations": relations + ([] if database else [work.row.relid])}
-            ).fetchone()
-            assert row is not None
-            size += int(row[0])
+            size += _bytes_of(conn, relations + ([] if database else [work.row.relid]))
         return size > self.large
 
     def _job(self, work: Work) -> Job | None:
@@ -355,14 +379,29 @@ def _pending(work: Work, cut: Cut) -> int:
     return pending
 
 
+def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:
+    row = conn.execute(load_query("sizes"), {"relations": relations}).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
 def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
-    """The part of a frontier that is of other databases, at these cuts."""
-    return {name: Reflected(cuts[name].node, cuts[name].snapshot, cuts[name].proof) for name in work.row.databases}
+    """The part of a frontier that is of other databases, at these cuts. What was not cut stays as it is known."""
+    known = Frontier.from_json(work.row.frontier)
+    found = {
+        name: Reflected(cuts[name].node, cuts[name].snapshot, cuts[name].proof)
+        for name in work.row.databases
+        if name in cuts
+    }
+    kept = known.databases if known is not None else {}
+    return {name: kept[name] for name in work.row.databases if name in kept} | found
 
 
 def _changed_shape(work: Work, cuts: Mapping[str, OtherCut]) -> bool:
     """Whether a table elsewhere is not what it was when the query was compiled for it."""
     for source in work.foreign:
+        if source.database not in cuts:
+            continue
         found = cuts[source.database].consumed.get((source.consumer, source.there))
         if found is not None and found.shape != source.shape:
             return True
@@ -377,5 +416,9 @@ def _as_far_as_read(work: Work, now: Frontier) -> Frontier:
         return now
     news = {source.database for source in work.sources if source.changed}
     return replace(
-        now, databases={name: one if name in news else known.databases[name] for name, one in now.databases.items()}
+        now,
+        databases={
+            name: one if name in news or name not in known.databases else known.databases[name]
+            for name, one in now.databases.items()
+        },
     )

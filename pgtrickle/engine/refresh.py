@@ -30,6 +30,7 @@ from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
 from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.reading import Reading
+from pgtrickle.engine.sets import Sets
 from pgtrickle.engine.sharing import Input
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
@@ -57,6 +58,7 @@ class Engine:
         self.claims = Claims(self.conn, self.lease or Lease(self.conn))
         self.programs = Programs(self.conn, self.plans)
         self.elsewhere = Elsewhere(self.conn, self.connections)
+        self.sets = Sets(self.elsewhere)
         self.reading = Reading(
             self.conn,
             self.programs,
@@ -334,3 +336,4 @@ class Engine:
         for name in sorted({source.stable_name for source in sources if source.stable_name}):
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
         self.elsewhere.purge(works)
+        self.elsewhere.remember(works)

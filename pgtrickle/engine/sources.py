@@ -33,11 +33,13 @@ class Source:
     database: str = ""  # where it is, if elsewhere
     there: int = 0  # its own OID, if elsewhere
     proofs: tuple[str | None, ...] = ()  # what earlier cuts left there
+    resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
+    joined: bool = False  # a shard that is new: all its rows are changes
 
     @property
     def attached(self) -> bool:
         """Whether its changes are captured for this stream table now."""
-        return self.buffer is not None
+        return self.buffer is not None or self.resting
 
     @property
     def captured(self) -> bool:
@@ -62,10 +64,13 @@ def changed_sources(
     windows: list[Snapshot | None] = []
     for pgt_id, source in found:
         frontier = frontiers[pgt_id]
+        if frontier is None or source.resting:
+            windows.append(None)
+            continue
         node = others[source.database].node if source.database else cut.node
-        windows.append(_window(frontier, source, node) if frontier is not None else None)
+        windows.append(_window(frontier, source, node))
     answers: dict[str, dict[Probe, tuple[bool, tuple[str, ...]]]] = {}
-    for database in {source.database for _, source in found}:
+    for database in {source.database for _, source in found if not source.resting}:
         conn = others[database].conn if database else cut.conn
         here = [(one, window) for (_, one), window in zip(found, windows, strict=True) if one.database == database]
         answers[database] = _probe(conn, [(one, window) for one, window in here if window is not None])
@@ -73,10 +78,18 @@ def changed_sources(
     for (pgt_id, source), window in zip(found, windows, strict=True):
         if window is not None and source.stable_name is not None:
             changed, markers = answers[source.database][source.stable_name, window]
-            result[pgt_id].append(replace(source, changed=changed, markers=markers))
-        else:
-            result[pgt_id].append(source)
+            source = replace(source, changed=changed, markers=markers)
+        elif _joins(frontiers[pgt_id], source, elsewhere.get((pgt_id, source.relid))):
+            source = replace(source, changed=True, joined=True)
+        result[pgt_id].append(source)
     return result
+
+
+def _joins(frontier: Frontier | None, source: Source, known: ForeignSource | None) -> bool:
+    """Whether it is a shard that was captured since the last refresh, and is read for the first time."""
+    if frontier is None or known is None or not known.shard or not source.attached:
+        return False
+    return source.database not in frontier.databases
 
 
 def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignSource | None) -> Source:
@@ -93,6 +106,10 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
             row["buffered"],
         )
     label = f"{known.database}.{known.schema}.{known.name}"
+    if known.database not in others:
+        signature = row["known_signature"]
+        source = Source(row["relid"], label, None, None, signature, signature, 0, resting=True)
+        return replace(source, database=known.database, there=known.there)
     consumed = others[known.database].consumed.get((known.consumer, known.there))
     if consumed is None:
         source = Source(row["relid"], label, None, None, None, row["known_signature"], 0)

@@ -37,6 +37,7 @@ class StreamTableRow:
     fuse_ceiling: int  # more changes than that at once are not applied; 0 for no limit
     placement: str
     pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
+    lost_members: str  # of a set: waited for, or kept as they were last read
     databases: list[str]  # others that it reads
     session_settings: dict[str, str]
     defining_query: str

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.engine.decide import Decision
 from pgtrickle.engine.elsewhere import ForeignSource
-from pgtrickle.engine.fetch import Fetcher, Part, Reader
+from pgtrickle.engine.fetch import Fetcher, Part
 from pgtrickle.engine.jobs import Job
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
@@ -37,20 +37,31 @@ class Work:
     tables: dict[Fragment, pa.Table] = field(default_factory=dict)
     parts: dict[Fragment, Part] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)  # under which it is read
-    fetcher: Fetcher[pa.Table] | None = None
+    fetcher: Fetcher[Any] | None = None  # of Arrow tables, or of Spark's frames where it is a large one
     sources: list[Source] = field(default_factory=list)
     foreign: list[ForeignSource] = field(default_factory=list)
+    looks: dict[str, str] = field(default_factory=dict)  # what each was like at the cut
     incarnations: dict[str, str] = field(default_factory=dict)  # of other databases' servers, at the cut
     frontier: Frontier | None = None
     cut_time: datetime | None = None
     large: LargeWork | None = None
-    readers: dict[str, Reader] = field(default_factory=dict)  # of a large one
     into_empty: bool = False  # nothing is stored yet
     rows_in: int = 0
     changes: int = 0  # that waited in the buffers; counted only where there are many
     merge_mb: str = ""
+    needs_all: bool = False  # databases that have no news must be read nevertheless
     error: Exception | None = None
     applied: bool = False
+
+    @property
+    def joined(self) -> frozenset[str]:
+        """Databases that are read for the first time, by themselves."""
+        return frozenset(source.database for source in self.sources if source.joined)
+
+    @property
+    def cut_databases(self) -> list[str]:
+        """The databases that it reads and that were cut for this refresh."""
+        return sorted(self.incarnations)
 
     @property
     def windows(self) -> dict[str, Snapshot]:

@@ -33,6 +33,8 @@ from pgtrickle.query.subqueries import has_subquery, lift_condition, lift_value
 from pgtrickle.query.types import PgType
 from pgtrickle.query.unsupported import Unsupported, require_only
 
+DATABASE_COLUMN = "pgt_database"  # of a table in many databases: whose row it is
+
 
 class Typing(Protocol):
     """PostgreSQL's answer to: which types have these expressions over columns of those types?"""
@@ -196,11 +198,28 @@ class Binder:
             renamed = [(field_.name, column) for field_, column in zip(relation.columns, bound.output, strict=True)]
             scope.entries.append(Entry(alias, self._rename(renamed, node)))
             return bound.plan
+        if relation.members:
+            plan = self._bind_members(relation)
+            named = [(item.name, column) for item, column in zip(relation.columns, plan.columns, strict=True)]
+            scope.entries.append(Entry(alias, self._rename(named, node)))
+            return plan
         if relation.kind not in {"r", "p"}:
             raise Unsupported(f"{relation.label} is not a table, its changes cannot be captured", node)
         fields = tuple((self.column(item.name, item.type), item) for item in relation.columns)
         scope.entries.append(Entry(alias, self._rename([(item.name, column) for column, item in fields], node)))
         return Scan(relation, fields)
+
+    def _bind_members(self, relation: Relation) -> Plan:
+        """One table in many databases: the rows of all, each with its database's name."""
+        inputs = []
+        for member in relation.members:
+            fields = tuple((self.column(item.name, item.type), item) for item in member.columns)
+            name = self.column(DATABASE_COLUMN, relation.columns[0].type)
+            items = [(name, exp.cast(exp.Literal.string(member.database), "text"))] + [
+                (self.column(column.name, column.type), column.ref()) for column, _ in fields
+            ]
+            inputs.append(Project(Scan(member, fields), tuple(items)))
+        return UnionAll(tuple(inputs), tuple(self.column(item.name, item.type) for item in relation.columns))
 
     @staticmethod
     def _rename(columns: list[tuple[str, Column]], node: exp.Table) -> tuple[tuple[str, Column], ...]:

@@ -88,6 +88,8 @@ class Relation(_Node):
     definition: str | None = None  # a view's canonical text
     buffer: str | None = None  # the change buffer's name in pgtrickle_changes, where it is captured
     database: str = ""  # the registered database that it is in; empty for the stream table's own
+    members: tuple[Relation, ...] = ()  # of one in many databases, the table of each
+    shard: bool = False  # it is such a member
 
     @property
     def label(self) -> str:

@@ -21,6 +21,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.lease import Lease
+from pgtrickle.engine.sets import Sets
 from pgtrickle.service.connections import open_connection
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag
@@ -98,6 +99,7 @@ class Scheduler:
         self._told_settings: Mapping[str, str] = {}
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
+        self._settling = False  # sets of databases, at this moment
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -365,10 +367,25 @@ class Scheduler:
             self.workers.close_idle()
             self._alert(conn, settings)
             self._load_others(conn)
+            self._settle_sets(conn)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now
             conn.execute(load_query("prune"), {"days": settings.history_days})
             self._tell_others(conn)
+
+    def _settle_sets(self, conn: psycopg.Connection[Any]) -> None:
+        """Let databases join the sets that they belong to, beside everything else."""
+        row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
+        if row is not None and row[0] and not self._settling:
+            self._settling = True
+            self.watch.run(self._settle)
+
+    def _settle(self) -> None:
+        try:
+            with open_connection(self.workers.dsn, "sets", self.database) as conn:
+                Sets(Elsewhere(conn, self.watch.connections)).settle()
+        finally:
+            self._settling = False
 
     def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
         """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""

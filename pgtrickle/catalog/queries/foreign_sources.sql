@@ -7,6 +7,7 @@ SELECT d.pgt_id,
        f.source_schema AS schema,
        f.source_name AS name,
        f.shape,
+       d.through IS NOT NULL AS shard,
        pgtrickle._node() || '/' || d.pgt_id AS consumer,
        format('%%s, stream table %%I.%%I', current_database(), s.pgt_schema, s.pgt_name) AS label,
        ARRAY(SELECT (c ->> 'attnum')::smallint

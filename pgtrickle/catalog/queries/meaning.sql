@@ -32,6 +32,10 @@ SELECT v.pgt_id,
                               ',' ORDER BY a.attrelid, a.attnum)
                    || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)
                                 FROM reached r JOIN pg_index i ON i.indrelid = r.oid AND i.indisunique
+                                WHERE r.pgt_id = v.pgt_id), '')
+                   || coalesce((SELECT string_agg(m.member_relid::oid || ':' || f.shape, ',' ORDER BY m.relid, m.database)
+                                FROM reached r JOIN pgtrickle.pgt_shards m ON m.relid = r.oid
+                                JOIN pgtrickle.pgt_foreign_tables f ON f.relid = m.member_relid
                                 WHERE r.pgt_id = v.pgt_id), ''))
         FROM reached
         JOIN pg_class c ON c.oid = reached.oid

@@ -23,6 +23,7 @@ SELECT s.pgt_id,
        -- What no single database can compute is Spark's.
        CASE WHEN elsewhere.databases IS NOT NULL THEN 'spark' ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
        s.pooler_compatibility_mode,
+       s.lost_members,
        coalesce(elsewhere.databases, '{}') AS databases,
        s.session_settings,
        s.defining_query,

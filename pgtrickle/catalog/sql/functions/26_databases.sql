@@ -1,5 +1,17 @@
 -- Other databases whose tables queries may name: the registry, and the empty tables here that stand for theirs.
 
+CREATE OR REPLACE FUNCTION pgtrickle._require_free_name(name text) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF to_regnamespace(quote_ident(name)) IS NOT NULL OR name = current_database() OR name !~ '^[a-z_][a-z0-9_]{0,30}$' THEN
+        RAISE EXCEPTION 'a database cannot be registered as %', quote_ident(name)
+            USING ERRCODE = 'invalid_name',
+                  HINT = 'The name is of up to 31 small letters, digits and _; no schema here, nor this database, has it.';
+    END IF;
+END
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._register_database(name text, dsn text, node text, roles text[]) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -7,10 +19,9 @@ DECLARE
     other text;
 BEGIN
     PERFORM pgtrickle._require_administrator('register databases');
-    IF to_regnamespace(quote_ident(name)) IS NOT NULL OR name = current_database() OR name !~ '^[a-z_][a-z0-9_]{0,30}$' THEN
-        RAISE EXCEPTION 'a database cannot be registered as %', quote_ident(name)
-            USING ERRCODE = 'invalid_name',
-                  HINT = 'The name is of up to 31 small letters, digits and _; no schema here, nor this database, has it.';
+    PERFORM pgtrickle._require_free_name(name);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _register_database.name) THEN
+        RAISE EXCEPTION '% is a set of databases', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the database.';
     END IF;
     SELECT d.name INTO other FROM pgtrickle.pgt_databases AS d
     WHERE d.node = _register_database.node AND d.name <> _register_database.name;
@@ -37,10 +48,18 @@ DECLARE
     stand_in record;
 BEGIN
     PERFORM pgtrickle._require_administrator('remove registered databases');
+    IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_database.name) THEN
+        PERFORM pgtrickle._remove_set(name);
+        RETURN;
+    END IF;
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _remove_database.name) THEN
         RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
             USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
     END IF;
+    PERFORM pgtrickle._set_shards(m.relid, ARRAY(SELECT o.database FROM pgtrickle.pgt_shards AS o WHERE o.relid = m.relid AND o.database <> m.database))
+    FROM pgtrickle.pgt_shards AS m WHERE m.database = name;
+    UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, _remove_database.name)
+    WHERE _remove_database.name = ANY (s.members);
     SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
     FROM pgtrickle.pgt_foreign_tables AS f
     JOIN pgtrickle.pgt_dependencies AS d ON d.source_relid = f.relid
@@ -79,7 +98,8 @@ REVOKE ALL ON FUNCTION pgtrickle._drop_empty_schemas(text) FROM PUBLIC;
 CREATE OR REPLACE FUNCTION pgtrickle._registered_databases() RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT 'Registered databases: ' || coalesce(string_agg(quote_ident(name), ', ' ORDER BY name), 'none') || '.' FROM pgtrickle.pgt_databases
+    SELECT 'Registered databases: ' || coalesce(string_agg(name, ', ' ORDER BY name), 'none') || '.'
+    FROM (SELECT name FROM pgtrickle.pgt_databases UNION ALL SELECT name || ' (a set)' FROM pgtrickle.pgt_database_sets) AS known
 $$;
 
 -- Who this database is, whatever it is called.
@@ -107,11 +127,20 @@ BEGIN
 END
 $$;
 
+-- The roles that may use a registered database, or a set of them, besides administrators.
+CREATE OR REPLACE FUNCTION pgtrickle._users_of(name text) RETURNS text[]
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT d.roles FROM pgtrickle.pgt_databases AS d WHERE d.name = _users_of.name
+    UNION ALL
+    SELECT s.roles FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _users_of.name
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._require_use(name text) RETURNS void
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    granted text[] := (SELECT d.roles FROM pgtrickle.pgt_databases AS d WHERE d.name = _require_use.name);
+    granted text[] := pgtrickle._users_of(name);
 BEGIN
     IF NOT EXISTS (SELECT FROM unnest(granted) AS role JOIN pg_roles AS r ON r.rolname = role
                    WHERE pg_has_role(pgtrickle._caller(), r.oid, 'MEMBER')) THEN
@@ -141,7 +170,8 @@ BEGIN
         IF found IS NOT NULL THEN
             piece := (regexp_match(rest, '^' || identifier || '\s*\.\s*' || identifier || '\s*\.\s*' || identifier))[1];
             found := ARRAY(SELECT (parse_ident(f))[1] FROM unnest(found) WITH ORDINALITY AS u (f, n) ORDER BY n);
-            IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = found[1]) THEN
+            IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = found[1])
+               OR EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = found[1]) THEN
                 parts := found;
             END IF;
         ELSIF rest ~ '^/\*' THEN -- comments nest
@@ -204,7 +234,9 @@ DECLARE
     role name;
 BEGIN
     FOR stand_in IN
-        SELECT f.relid, n.nspname FROM pgtrickle.pgt_foreign_tables AS f
+        SELECT f.relid, n.nspname
+        FROM (SELECT f.relid, f.database FROM pgtrickle.pgt_foreign_tables AS f
+              UNION ALL SELECT t.relid, t.database_set FROM pgtrickle.pgt_sharded_tables AS t) AS f
         JOIN pg_class AS c ON c.oid = f.relid JOIN pg_namespace AS n ON n.oid = c.relnamespace
         WHERE f.database = _grant_stand_ins.database
     LOOP
@@ -217,7 +249,7 @@ BEGIN
         END LOOP;
         FOR role IN
             SELECT r.rolname FROM pg_roles AS r
-            WHERE EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = database AND r.rolname = ANY (d.roles))
+            WHERE r.rolname = ANY (pgtrickle._users_of(database))
                OR r.rolname = pgtrickle._service_role() OR r.oid = (SELECT datdba FROM pg_database WHERE datname = current_database())
         LOOP
             EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', stand_in.nspname, role);
@@ -285,6 +317,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._is_stand_in(relation regclass) RETURNS boo
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables WHERE relid = relation)
+        OR EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables WHERE relid = relation)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._refuse_stand_in() RETURNS trigger

@@ -117,6 +117,24 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._grant_buffers(bigint) FROM PUBLIC;
 
+-- The tables that a query reads: of one in many databases those of the members.
+CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT r.relation, coalesce(array_agg(DISTINCT c ORDER BY c) FILTER (WHERE c IS NOT NULL), '{}'), max(r.through::oid)::regclass
+    FROM (SELECT s.relation, s.columns, NULL::regclass AS through
+          FROM pgtrickle._sources(view) AS s
+          WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = s.relation)
+          UNION ALL
+          SELECT m.member_relid,
+                 ARRAY(SELECT a.attnum FROM pg_attribute AS a JOIN pg_attribute AS u ON u.attname = a.attname
+                       WHERE a.attrelid = m.member_relid AND NOT a.attisdropped AND u.attrelid = s.relation AND u.attnum = ANY (s.columns)),
+                 m.relid
+          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_shards AS m ON m.relid = s.relation) AS r
+    LEFT JOIN LATERAL unnest(r.columns) AS c ON true
+    GROUP BY r.relation
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._register_sources(id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -124,11 +142,13 @@ DECLARE
     own regclass := (SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id);
     reader regclass := own;
     readers jsonb;
+    signatures jsonb;
     path text;
 BEGIN
+    SELECT jsonb_object_agg(source_relid::oid, capture_signature) INTO signatures FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     DELETE FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     INSERT INTO pgtrickle.pgt_dependencies
-        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name)
+        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through)
     SELECT id, source.relation, n.nspname, c.relname,
            CASE WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
                 WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
@@ -137,13 +157,12 @@ BEGIN
            source.columns,
            coalesce(f.database || '/' || f.source_stable_name,
                     (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source.relation),
-                    pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)))
-    FROM pgtrickle.pgt_stream_tables AS s
-    CROSS JOIN LATERAL pgtrickle._sources(s.view_relid) AS source
+                    pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+           signatures ->> source.relation::oid::text, source.through
+    FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id)) AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
-    LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation
-    WHERE s.pgt_id = id;
+    LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation;
 
     PERFORM pgtrickle._grant_buffers(id);
     -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
@@ -203,7 +222,7 @@ $$;
 -- NULL leaves a value as it is.
 CREATE OR REPLACE FUNCTION pgtrickle._change(
     id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
-    session_settings jsonb, tier text, fuse_ceiling bigint)
+    session_settings jsonb, tier text, fuse_ceiling bigint, lost_members text)
 RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -228,6 +247,7 @@ BEGIN
         fuse_blown_at = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
         tier = CASE _change.tier WHEN 'auto' THEN NULL ELSE coalesce(_change.tier, s.tier) END,
         fuse_ceiling = coalesce(_change.fuse_ceiling, s.fuse_ceiling),
+        lost_members = coalesce(_change.lost_members, s.lost_members),
         -- Looked at anew, at once.
         next_due = '-infinity', stretch = 1,
         reinit_reason = CASE WHEN _change.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,

@@ -32,7 +32,8 @@ END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._check_options(
-    schedule text, refresh_mode text, placement text, status text DEFAULT NULL, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
+    schedule text, refresh_mode text, placement text, status text DEFAULT NULL, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL,
+    lost_members text DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -58,6 +59,10 @@ BEGIN
     ELSIF fuse_ceiling < 0 THEN
         RAISE EXCEPTION 'fuse_ceiling cannot be %', fuse_ceiling
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It is a number of changes; 0 switches the fuse off.';
+    ELSIF lost_members NOT IN ('wait', 'keep') THEN
+        RAISE EXCEPTION 'lost_members cannot be %', quote_literal(lost_members)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'It is wait, or keep: go on with the others, with what was last read of those that cannot be reached.';
     END IF;
 END
 $$;

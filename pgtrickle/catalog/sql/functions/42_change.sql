@@ -80,19 +80,19 @@ $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._alter(
     id bigint, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text, query text,
-    query_path text, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
+    query_path text, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL, lost_members text DEFAULT NULL)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     refresh_mode := upper(refresh_mode);
     tier := lower(tier);
-    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement, upper(status), tier, fuse_ceiling);
+    PERFORM pgtrickle._check_options(schedule, refresh_mode, placement, upper(status), tier, fuse_ceiling, lost_members);
     IF query IS NOT NULL THEN
         PERFORM pgtrickle._replace_query(id, query, query_path);
     END IF;
     PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
-                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling);
+                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling, lost_members);
     PERFORM pgtrickle._untrack_unused();
     PERFORM pgtrickle._wake(format('altered %s', id));
 END
@@ -101,12 +101,12 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.alter_stream_table(
     name text, schedule text DEFAULT NULL, refresh_mode text DEFAULT NULL, status text DEFAULT NULL,
     pooler_compatibility_mode boolean DEFAULT NULL, placement text DEFAULT NULL, query text DEFAULT NULL,
-    tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL)
+    tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL, lost_members text DEFAULT NULL)
 RETURNS void
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._alter(pgtrickle._get(name), schedule, refresh_mode, status, pooler_compatibility_mode, placement, query,
-                            pg_catalog.current_setting('search_path'), tier, fuse_ceiling)
+                            pg_catalog.current_setting('search_path'), tier, fuse_ceiling, lost_members)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._replace(

@@ -6,7 +6,8 @@ GRANT USAGE ON SCHEMA pgtrickle_changes TO PUBLIC;
 -- A stream table's view and functions belong to its owner, who therefore creates them.
 GRANT USAGE, CREATE ON SCHEMA pgtrickle_views TO PUBLIC;
 GRANT SELECT ON pgtrickle.pgt_stream_tables, pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking,
-    pgtrickle.pgt_refresh_history, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables, pgtrickle.pgt_consumers TO PUBLIC;
+    pgtrickle.pgt_refresh_history, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables,
+    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers TO PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._grant_to_service(service name) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp

@@ -1,0 +1,202 @@
+-- Sets of databases, and the tables that stand for one of every member.
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_set(name text, pattern text, members text[], server_dsn text, roles text[]) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    unknown text;
+BEGIN
+    PERFORM pgtrickle._require_administrator('register sets of databases');
+    PERFORM pgtrickle._require_free_name(name);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _register_set.name) THEN
+        RAISE EXCEPTION '% is a registered database', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the set.';
+    END IF;
+    SELECT string_agg(quote_ident(m), ', ') INTO unknown FROM unnest(members) AS m
+    WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = m);
+    IF unknown IS NOT NULL THEN
+        RAISE EXCEPTION 'there is no registered database %', unknown
+            USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
+    END IF;
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, pattern, members, server_dsn, roles, registered_by)
+    VALUES (_register_set.name, _register_set.pattern, _register_set.members, _register_set.server_dsn, _register_set.roles, pgtrickle._caller())
+    ON CONFLICT ON CONSTRAINT pgt_database_sets_pkey
+    DO UPDATE SET pattern = excluded.pattern, members = excluded.members, server_dsn = excluded.server_dsn, roles = excluded.roles;
+    PERFORM pgtrickle._grant_stand_ins(name);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._remove_set(name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    readers text;
+    stand_in record;
+BEGIN
+    PERFORM pgtrickle._require_administrator('remove sets of databases');
+    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
+    FROM pgtrickle.pgt_sharded_tables AS t
+    JOIN pgtrickle.pgt_dependencies AS d ON d.through = t.relid
+    JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    WHERE t.database_set = name;
+    IF readers IS NOT NULL THEN
+        RAISE EXCEPTION 'stream tables read tables of %: %', quote_ident(name), readers
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first.';
+    END IF;
+    FOR stand_in IN DELETE FROM pgtrickle.pgt_sharded_tables AS t WHERE t.database_set = name RETURNING t.relid LOOP
+        EXECUTE format('DROP TABLE %s', stand_in.relid);
+    END LOOP;
+    PERFORM pgtrickle._drop_empty_schemas(name);
+    DELETE FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_set.name;
+END
+$$;
+
+-- The registered databases that belong to a set. In a pattern * stands for any letters and ? for one.
+CREATE OR REPLACE FUNCTION pgtrickle._members_of(name text) RETURNS SETOF text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT d.name FROM pgtrickle.pgt_databases AS d JOIN pgtrickle.pgt_database_sets AS s ON s.name = _members_of.name
+    WHERE d.name = ANY (s.members) OR d.name LIKE pgtrickle._like(s.pattern)
+    ORDER BY d.name
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
+$$;
+
+-- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins are there
+-- already; the first one's columns are the model.
+CREATE OR REPLACE FUNCTION pgtrickle._stand_in_for_all(database_set text, table_schema text, table_name text, members text[]) RETURNS regclass
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    local_schema text := database_set || '.' || table_schema;
+    local_name text := format('%I.%I', local_schema, table_name);
+    stand_in regclass := to_regclass(local_name);
+    model record;
+    differing record;
+    col jsonb;
+BEGIN
+    PERFORM pgtrickle._require_use(database_set);
+    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database_set, 0));
+    SELECT f.* INTO model FROM pgtrickle.pgt_foreign_tables AS f
+    WHERE f.source_schema = table_schema AND f.source_name = table_name
+      AND f.database = ANY (members) ORDER BY f.database LIMIT 1;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set), format('%I.%I', table_schema, table_name)
+            USING ERRCODE = 'undefined_table', HINT = 'A table of a set is one that all its members have.';
+    END IF;
+    SELECT f.database, c ->> 'name' AS name INTO differing
+    FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN jsonb_array_elements(model.columns) AS c
+    WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+      -- A column that came later may be missing in some: it is not for queries then.
+      AND (stand_in IS NULL OR EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name'))
+      AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
+                      WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[])
+    ORDER BY 1, 2 LIMIT 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'column % of %.% is not the same in database % as in %', quote_ident(differing.name), quote_ident(table_schema),
+                quote_ident(table_name), quote_ident(differing.database), quote_ident(model.database)
+            USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same name, type and collation in all members.';
+    END IF;
+    IF stand_in IS NULL THEN
+        EXECUTE format('CREATE SCHEMA IF NOT EXISTS %I', local_schema);
+        EXECUTE format('CREATE TABLE %s (pgt_database text NOT NULL)', local_name);
+        stand_in := local_name::regclass;
+        EXECUTE format('COMMENT ON TABLE %s IS %L', stand_in,
+                       format('Stands for a table of every database of %s, which pgtrickle reads there. It is always empty.', database_set));
+        EXECUTE format('CREATE TRIGGER pgtrickle_stand_in BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
+                       ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._refuse_stand_in()', stand_in);
+        INSERT INTO pgtrickle.pgt_sharded_tables VALUES (stand_in, database_set, table_schema, table_name);
+    END IF;
+    FOR col IN
+        SELECT c FROM jsonb_array_elements(model.columns) AS c
+        WHERE NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name')
+          AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
+                          WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+                            AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
+                                            WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[]))
+    LOOP
+        PERFORM pgtrickle._add_stand_in_column(stand_in, model.database, col);
+    END LOOP;
+    IF pgtrickle._key_of(stand_in) <> 'null' AND EXISTS (
+            SELECT FROM pgtrickle.pgt_foreign_tables AS f
+            WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+              AND pgtrickle._key_of(stand_in) <> '["pgt_database"]' || pgtrickle._key_of(f.relid)) THEN
+        RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set), quote_ident(table_schema), quote_ident(table_name)
+            USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
+    END IF;
+    -- The same key in all of them, and the database, tell rows apart.
+    IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)
+       AND (SELECT count(DISTINCT pgtrickle._key_of(f.relid)) = 1 AND bool_and(pgtrickle._key_of(f.relid) <> 'null')
+            FROM pgtrickle.pgt_foreign_tables AS f
+            WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)) THEN
+        PERFORM pgtrickle._set_stand_in_key(stand_in, '["pgt_database"]' || pgtrickle._key_of(model.relid));
+    END IF;
+    PERFORM pgtrickle._set_shards(stand_in, members);
+    PERFORM pgtrickle._grant_stand_ins(database_set);
+    RETURN stand_in;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._key_of(relation regclass) RETURNS jsonb
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce((SELECT jsonb_agg(a.attname ORDER BY k.ord) FROM pg_index AS i
+                     CROSS JOIN LATERAL unnest(i.indkey[0 : i.indnkeyatts - 1]) WITH ORDINALITY AS k (attnum, ord)
+                     JOIN pg_attribute AS a ON a.attrelid = relation AND a.attnum = k.attnum
+                     WHERE i.indrelid = relation AND i.indisprimary), 'null')
+$$;
+
+-- These members' tables are behind the stand-in from now on. One that came is read by itself; where one left, all is read anew.
+CREATE OR REPLACE FUNCTION pgtrickle._set_shards(stand_in regclass, databases text[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    gone text;
+    number integer;
+BEGIN
+    WITH removed AS (
+        DELETE FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (databases) RETURNING s.database
+    ) SELECT string_agg(quote_ident(database), ', ' ORDER BY database) INTO gone FROM removed;
+    INSERT INTO pgtrickle.pgt_shards AS s (relid, database, member_relid)
+    SELECT stand_in, f.database, f.relid
+    FROM pgtrickle.pgt_sharded_tables AS t
+    JOIN pgtrickle.pgt_foreign_tables AS f USING (source_schema, source_name)
+    WHERE t.relid = stand_in AND f.database = ANY (databases)
+    ON CONFLICT DO NOTHING;
+    GET DIAGNOSTICS number = ROW_COUNT;
+    IF gone IS NULL AND number = 0 THEN
+        RETURN;
+    END IF;
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in)
+       AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = stand_in) THEN
+        RAISE EXCEPTION '% is the last database behind %, which stream tables read', gone, stand_in
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those stream tables first.';
+    END IF;
+    PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
+    WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
+    IF gone IS NOT NULL THEN
+        UPDATE pgtrickle.pgt_stream_tables AS s
+        SET reinit_reason = format('%s left the set of databases', gone), next_due = '-infinity'
+        WHERE s.frontier IS NOT NULL
+          AND EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
+    ELSE -- looked at, at once
+        UPDATE pgtrickle.pgt_stream_tables AS s SET next_due = '-infinity'
+        WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
+    END IF;
+    PERFORM pgtrickle._wake('members of a set changed');
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._set_shards(regclass, text[]) FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._note_set(name text, problem text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_administrator('look after sets of databases');
+    UPDATE pgtrickle.pgt_database_sets AS s SET problem = _note_set.problem
+    WHERE s.name = _note_set.name AND s.problem IS DISTINCT FROM _note_set.problem;
+END
+$$;

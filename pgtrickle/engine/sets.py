@@ -1,0 +1,142 @@
+"""One table in many databases: which databases belong to a set, and what stands here for a table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psycopg
+from psycopg.conninfo import make_conninfo
+
+from pgtrickle.catalog.databases import DatabaseSet, register, registered, registered_sets, remove
+from pgtrickle.engine.elsewhere import Elsewhere, NotThereError
+from pgtrickle.engine.reach import check_catalog, told
+from pgtrickle.errors import PgtrickleError
+
+
+@dataclass
+class Sets:
+    """The sets of databases that one database knows."""
+
+    elsewhere: Elsewhere
+
+    def import_table(self, name: str, table: str) -> None:
+        """Make a table known here, of a registered database or of all members of a set."""
+        known = self._set(name)
+        if known is None:
+            self.elsewhere.import_table(name, table)
+            return
+        for member in known.members:
+            self.elsewhere.import_table(member, table)
+        self._stand_in(known, table, known.members)
+
+    def settle(self) -> None:
+        """Let databases join the sets that they belong to, and leave those that they do not. What cannot join is told."""
+        for known in registered_sets(self.elsewhere.home):
+            problems: list[str] = []
+            if known.server is not None:
+                problems += self._discover(known)
+                known = self._set(known.name) or known
+            for table in known.tables:
+                able = []
+                for member in known.members:
+                    try:
+                        self._require_table(member, table)
+                        able.append(member)
+                    except (psycopg.Error, PgtrickleError, NotThereError) as error:
+                        if self.elsewhere.home.broken or self.elsewhere.home.closed:
+                            raise
+                        problems.append(_told(error))
+                problems += self._let_join(known, table, able)
+            self.elsewhere.home.execute(
+                "SELECT pgtrickle._note_set(%s, %s)", (known.name, "; ".join(problems) if problems else None)
+            )
+
+    def _set(self, name: str) -> DatabaseSet | None:
+        return next((one for one in registered_sets(self.elsewhere.home) if one.name == name), None)
+
+    def _require_table(self, member: str, table: str) -> None:
+        """Nothing for one that is there already: it stays a member, reachable or not."""
+        row = self.elsewhere.home.execute(
+            "SELECT FROM pgtrickle.pgt_foreign_tables"
+            " WHERE database = %s AND format('%%I.%%I', source_schema, source_name) = %s",
+            (member, table),
+        ).fetchone()
+        if row is None:
+            self.elsewhere.import_table(member, table)
+
+    def _let_join(self, known: DatabaseSet, table: str, able: list[str]) -> list[str]:
+        """All at once where they fit together; else those that are in, and of the others each that fits."""
+        behind = self.elsewhere.home.execute(
+            "SELECT m.database FROM pgtrickle.pgt_shards m JOIN pgtrickle.pgt_sharded_tables t USING (relid)"
+            " WHERE t.database_set = %s AND format('%%I.%%I', t.source_schema, t.source_name) = %s",
+            (known.name, table),
+        ).fetchall()
+        present = {row[0] for row in behind}
+        if set(able) == present:
+            return []
+        joined = [member for member in able if member in present]
+        problems = []
+        for member in [member for member in able if member not in present]:
+            try:
+                self._stand_in(known, table, [*joined, member])
+                joined.append(member)
+            except psycopg.Error as error:
+                problems.append(_told(error))
+        if set(joined) != present and not set(joined) - present:
+            self._stand_in(known, table, joined)
+        return problems
+
+    def _stand_in(self, known: DatabaseSet, table: str, members: Iterable[str]) -> None:
+        self.elsewhere.home.execute(
+            "SELECT pgtrickle._stand_in_for_all(%s, p[1], p[2], %s) FROM parse_ident(%s) AS p",
+            (known.name, list(members), table),
+        )
+
+    def _discover(self, known: DatabaseSet) -> list[str]:
+        """Register the databases of the set's server whose names fit its pattern; forget those that it has no more."""
+        assert known.server is not None
+        problems = []
+        pattern = self.elsewhere.home.execute("SELECT pgtrickle._like(%s)", (known.pattern,)).fetchone()
+        try:
+            with self.elsewhere.connections.open(known.name, known.server) as conn, told(known.name):
+                rows = conn.execute(
+                    "SELECT datname, datallowconn AND NOT datistemplate AND has_database_privilege(datname, 'CONNECT')"
+                    " FROM pg_database WHERE datname LIKE %s ORDER BY 1",
+                    pattern,
+                ).fetchall()
+        except (psycopg.Error, PgtrickleError) as error:
+            return [_told(error)]
+        there = dict(rows)
+        ours = {one.name for one in registered(self.elsewhere.home) if one.dsn == _dsn(known.server, one.name)}
+        for name in [*there, *(set(known.members) & ours - there.keys())]:
+            try:
+                if name not in there:
+                    remove(self.elsewhere.home, name)
+                elif there[name] and name not in known.members:
+                    self._register(name, _dsn(known.server, name), known.roles)
+            except (psycopg.Error, PgtrickleError) as error:
+                if self.elsewhere.home.broken or self.elsewhere.home.closed:
+                    raise
+                problems.append(_told(error))
+        return problems
+
+    def _register(self, name: str, dsn: str, roles: list[str]) -> None:
+        with self.elsewhere.connections.open(name, dsn) as conn, told(name):
+            check_catalog(conn, name)
+            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+        assert row is not None
+        register(self.elsewhere.home, name, dsn, row[0], roles)
+
+
+def _dsn(server: str, database: str) -> str:
+    return make_conninfo(server, dbname=database)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, NotThereError):
+        return f"database {error.database} has no table {error.table}"
+    if isinstance(error, PgtrickleError):
+        return error.message
+    assert isinstance(error, psycopg.Error)
+    return error.diag.message_primary or str(error).strip()
