@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
@@ -23,7 +23,9 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected, Snapshot
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.engine.offers import Brokers, Interest, Offer
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 
@@ -88,6 +90,7 @@ class OtherCut:
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server
     looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
+    offer: Offer | None = None  # of a broker, whose cut it is
     proof: str = field(default_factory=lambda: str(uuid4()))
 
 
@@ -97,6 +100,7 @@ class Elsewhere:
 
     home: psycopg.Connection[Any]
     connections: Connections = field(default_factory=Connections)
+    brokers: Brokers | None = None  # where changes are shared with other databases
 
     @contextmanager
     def open(self, name: str) -> Iterator[psycopg.Connection[Any]]:
@@ -137,7 +141,8 @@ class Elsewhere:
             for database in [name for name, news in looked.items() if news is not True]:
                 del wanted[database]
                 self._lose(looked[database], database, works)
-            for database, found in _at_once(partial(self._enter, dsns), wanted).items():
+            shared = wanted.keys() - _read_whole(works) if self.brokers is not None else set()
+            for database, found in _at_once(partial(self._enter, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
                     self._lose(found, database, works)
                 else:
@@ -183,10 +188,31 @@ class Elsewhere:
             self._note(found, [work for work in works if database in work.row.databases and not _keeps(work, database)])
 
     def _enter(
-        self, dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
+        self, dsns: Mapping[str, str], shared: Collection[str], database: str, sources: Sequence[ForeignSource]
     ) -> tuple[AbstractContextManager[OtherCut], OtherCut]:
-        cut = self._cut(database, dsns[database], sources)
+        offer = None
+        if self.brokers is not None and database in shared:
+            consumers = sorted({source.consumer for source in sources})
+            offer = self.brokers.offer(database, dsns[database], sources[0].node, consumers)
+        cut = self._cut(database, dsns[database], sources, offer)
         return cut, cut.__enter__()
+
+    def want(self, works: Sequence[Work]) -> None:
+        """Let brokers read what was not offered, from now on."""
+        wanted: dict[tuple[str, str], tuple[Work, dict[str, Interest]]] = {}
+        for work in works:
+            for database, lacking in work.lacking.items() if work.error is None else ():
+                _, known = wanted.setdefault((database, repr(sorted(work.settings.items()))), (work, {}))
+                for name, interest in lacking.items():
+                    known.setdefault(name, Interest()).add(interest)
+        if self.brokers is None or not wanted:
+            return
+        dsns = self._dsns({database for database, _ in wanted})
+        node = self.home.execute("SELECT pgtrickle._node()").fetchone()
+        assert node is not None
+        for (database, _), (work, lacking) in wanted.items():
+            label = self.home.info.dbname
+            self.brokers.want(database, dsns[database], node[0], label, lacking, work.settings)
 
     def _join(self, works: Sequence[Work]) -> None:
         """Have the changes captured of what became a member of a set since the last refresh."""
@@ -207,13 +233,17 @@ class Elsewhere:
                 self.connections.looks[dsns[database], work.foreign[0].consumer] = state
 
     @contextmanager
-    def _cut(self, database: str, dsn: str, sources: Sequence[ForeignSource]) -> Iterator[OtherCut]:
+    def _cut(
+        self, database: str, dsn: str, sources: Sequence[ForeignSource], offer: Offer | None
+    ) -> Iterator[OtherCut]:
         with self.connections.open(database, dsn) as conn:
             try:
                 with told(database):
                     check_catalog(conn, database)
-                    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                    cut = _take(conn, database, sources)
+                    cut = _take_offered(conn, database, sources, offer) if offer is not None else None
+                    if cut is None:
+                        conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                        cut = _take(conn, database, sources)
                 yield cut
             finally:
                 _end(conn)
@@ -360,8 +390,32 @@ class Elsewhere:
                     raise
 
 
-def _take(conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource]) -> OtherCut:
-    """Lock what is read, then take the snapshot."""
+def _take_offered(
+    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], offer: Offer
+) -> OtherCut | None:
+    """A cut under the broker's snapshot; None where that is over.
+
+    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks.
+    """
+    if is_pooled(conn):
+        return None
+    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+    try:
+        return replace(_take(conn, database, sources, offer.snapshot), offer=offer)
+    except (
+        psycopg.errors.UndefinedObject,
+        psycopg.errors.InvalidParameterValue,
+        psycopg.errors.ObjectNotInPrerequisiteState,
+        SourceLockedError,
+    ):
+        conn.execute("ROLLBACK")
+        return None
+
+
+def _take(
+    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], snapshot: str | None = None
+) -> OtherCut:
+    """Lock what is read, then take the snapshot, or another's."""
     conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
     conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
     conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
@@ -377,6 +431,8 @@ def _take(conn: psycopg.Connection[Any], database: str, sources: Sequence[Foreig
         ) from error
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
         pass  # renamed or dropped: its shape tells
+    if snapshot is not None:
+        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
     row = conn.execute(
         "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
     ).fetchone()
@@ -425,14 +481,21 @@ def _may_rest(
     works: Sequence[Work], wanted: Mapping[str, Sequence[ForeignSource]]
 ) -> dict[str, Sequence[ForeignSource]]:
     """Databases that need not be cut if they have no news: members of sets, for stream tables that have read them."""
-    whole = {
+    whole = _read_whole(works)
+    return {name: of for name, of in wanted.items() if all(one.shard for one in of) and name not in whole}
+
+
+def _read_whole(works: Sequence[Work]) -> set[str]:
+    """Databases of which more than changes is read for certain."""
+    return {
         name
         for work in works
-        if work.needs_all or work.row.frontier is None or work.row.reinit_reason is not None
         for name in work.row.databases
+        if work.needs_all
+        or work.row.frontier is None
+        or work.row.reinit_reason is not None
+        or _known(work, name) is None
     }
-    new = {name for work in works for name in work.row.databases if _known(work, name) is None}
-    return {name: of for name, of in wanted.items() if all(one.shard for one in of) and name not in whole | new}
 
 
 def _keeps(work: Work, database: str) -> bool:

@@ -26,6 +26,7 @@ from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere, OtherCut
 from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
+from pgtrickle.engine.offers import Offered, take_offered
 from pgtrickle.engine.programs import Programs
 from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
@@ -81,7 +82,9 @@ class Reading:
         begin = time.monotonic()
         with self.cut(works) as cut:
             self.on_step("cut")
-            return self.read_at(cut, works, begin)
+            again = self.read_at(cut, works, begin)
+        self.elsewhere.want(works)
+        return again
 
     @contextmanager
     def cut(self, works: Sequence[Work], *, writes: bool = False) -> Iterator[Cut]:
@@ -147,6 +150,7 @@ class Reading:
         for work in outdated:
             work.job = work.fetcher = work.large = None
         prepared = time.monotonic()
+        self._take_offers(works, cut)
         self._let_read_beside(works, cut, media)
         self._read_together(works, media)
         together = (time.monotonic() - prepared) / len(works)
@@ -245,6 +249,23 @@ class Reading:
         return {"": own} | {
             name: Reader(cut.others[name].conn, None, name, work.settings) for name in work.cut_databases
         }
+
+    def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
+        """Changes that a broker has read are not read again."""
+        for work in works if self.elsewhere.brokers is not None else ():
+            if work.fetcher is None or work.large is not None:
+                continue
+            for database in work.cut_databases:
+                offer = cut.others[database].offer
+                names = {
+                    one.relid: one.stable_name
+                    for one in work.sources
+                    if one.database == database and one.stable_name is not None
+                }
+                usable = offer if offer is not None and dict(offer.settings) == work.settings else None
+                lacking = take_offered(work.fetcher, database, names, usable)
+                if lacking:
+                    work.lacking[database] = lacking
 
     def _let_read_beside(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
         """Many changes are read by a process of their own: here they would keep all other threads waiting."""
@@ -369,14 +390,26 @@ def _pending(work: Work, cut: Cut) -> int:
     """The number of changes that wait in the buffers of a stream table's sources."""
     pending = 0
     for source in work.sources:
-        if source.changed and source.buffer is not None:
+        if source.changed and source.buffer is not None and not source.joined:
             conn = cut.others[source.database].conn if source.database else cut.conn
+            offered = _offered(source, work, cut)
+            if offered is not None:
+                pending += offered.changed(work.windows[source.database])
+                continue
             window = since(work.windows[source.database], "__pgt_xid")
             buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
             row = conn.execute(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(buffer, window)).fetchone()
             assert row is not None
             pending += row[0]
     return pending
+
+
+def _offered(source: Source, work: Work, cut: Cut) -> Offered | None:
+    """The changes of a source, where a broker has read them."""
+    offer = cut.others[source.database].offer if source.database else None
+    if offer is None or source.stable_name is None or source.database not in work.windows:
+        return None
+    return offer.of(source.stable_name, work.windows[source.database])
 
 
 def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:

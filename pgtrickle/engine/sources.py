@@ -15,6 +15,7 @@ from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.elsewhere import ForeignSource, OtherCut
+from pgtrickle.engine.offers import Offer
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def changed_sources(
     for database in {source.database for _, source in found if not source.resting}:
         conn = others[database].conn if database else cut.conn
         here = [(one, window) for (_, one), window in zip(found, windows, strict=True) if one.database == database]
-        answers[database] = _probe(conn, [(one, window) for one, window in here if window is not None])
+        offer = others[database].offer if database else None
+        answers[database] = _probe(conn, [(one, window) for one, window in here if window is not None], offer)
     result: dict[int, list[Source]] = {pgt_id: [] for pgt_id in frontiers}
     for (pgt_id, source), window in zip(found, windows, strict=True):
         if window is not None and source.stable_name is not None:
@@ -138,7 +140,7 @@ def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:
 
 
 def _probe(
-    conn: psycopg.Connection[Any], wanted: Sequence[tuple[Source, Snapshot]]
+    conn: psycopg.Connection[Any], wanted: Sequence[tuple[Source, Snapshot]], offer: Offer | None
 ) -> dict[Probe, tuple[bool, tuple[str, ...]]]:
     """For each source and frontier whether it changed since, and the markers that were left."""
     probes: dict[Probe, sql.Composable] = {}
@@ -149,9 +151,11 @@ def _probe(
         marked = sql.SQL(
             "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
         ).format(sql.Literal(source.stable_name), since(window, "xid"))
-        probes[source.stable_name, window] = sql.SQL("(EXISTS (SELECT FROM {} WHERE {}), {})").format(
-            buffer, since(window, "__pgt_xid"), marked
-        )
+        changed: sql.Composable = sql.SQL("EXISTS (SELECT FROM {} WHERE {})").format(buffer, since(window, "__pgt_xid"))
+        offered = offer.of(source.stable_name, window) if offer is not None else None
+        if offered is not None:
+            changed = sql.Literal(offered.changed(window) > 0)
+        probes[source.stable_name, window] = sql.SQL("({}, {})").format(changed, marked)
     if not probes:
         return {}
     answers = conn.execute(sql.SQL("VALUES ") + sql.SQL(", ").join(probes.values())).fetchall()

@@ -14,6 +14,7 @@ from pgtrickle.engine.decide import Decision
 from pgtrickle.engine.elsewhere import ForeignSource
 from pgtrickle.engine.fetch import Fetcher, Part
 from pgtrickle.engine.jobs import Job
+from pgtrickle.engine.offers import Interest
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import Phases, StreamTableRow
@@ -40,6 +41,9 @@ class Work:
     fetcher: Fetcher[Any] | None = None  # of Arrow tables, or of Spark's frames where it is a large one
     sources: list[Source] = field(default_factory=list)
     foreign: list[ForeignSource] = field(default_factory=list)
+    lacking: dict[str, dict[str, Interest]] = field(
+        default_factory=dict
+    )  # what no broker offered, by database and source
     looks: dict[str, str] = field(default_factory=dict)  # what each was like at the cut
     incarnations: dict[str, str] = field(default_factory=dict)  # of other databases' servers, at the cut
     frontier: Frontier | None = None

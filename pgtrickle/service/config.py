@@ -34,6 +34,7 @@ class ServiceConfig:
     replica_seconds: float = 30.0  # between looks whether a replica was promoted
     drain_seconds: float = 30.0  # for what runs, when the service is told to end
     http: str | None = "127.0.0.1:9187"
+    broker: str = "127.0.0.1:0"  # where a broker offers what it read to other services
     log_format: str = "text"
 
 
@@ -89,9 +90,9 @@ def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> Ser
             changes[name] = float(value)
         elif name == "http" and isinstance(value, str):
             changes[name] = value or None
-        elif name == "log_format" and value in ("text", "json"):
+        elif (name == "broker" and ":" in str(value)) or (name == "log_format" and value in ("text", "json")):
             changes[name] = value
         else:
-            known = ", ".join(sorted(_SERVICE_KEYS | {"http", "log_format"}))
+            known = ", ".join(sorted(_SERVICE_KEYS | {"http", "broker", "log_format"}))
             raise ConfigError(f"{path}: [service] cannot have {name} = {value!r}", f"It has {known}.")
     return replace(config, **changes)

@@ -15,6 +15,7 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.engine.beside import Beside
+from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.connections import open_connection
 from pgtrickle.service.pool import Pool
@@ -55,6 +56,7 @@ class Launcher:
     pool: Pool
     watch: Watch
     beside: Beside
+    broker: Broker
     on_settings: Callable[[], None] = lambda: None
     databases: dict[str, Watched] = field(default_factory=dict)
     problem: str | None = None  # why the server itself is not served
@@ -178,7 +180,12 @@ class Launcher:
             return
         if watched.tended is None:
             workers = Workers(
-                self.server.dsn, name, self.service_id, connections=self.watch.connections, beside=self.beside
+                self.server.dsn,
+                name,
+                self.service_id,
+                connections=self.watch.connections,
+                beside=self.beside,
+                broker=self.broker,
             )
             watched.tended = Tended(f"{self.server.name}/{name}", workers)
         watched.scheduler = Scheduler(

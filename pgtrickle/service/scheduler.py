@@ -188,7 +188,7 @@ class Scheduler:
             due_in = min((item.due_in for item in found if item.due_in > 0), default=due_in)
             due += self._altered(conn, {item.pgt_id for item in due})
             if not self._known or any(self._known.get(item.pgt_id) != item.updated_at for item in due):
-                self._load_dag(conn)
+                self._load_dag(conn, settings)
             with self._lock:
                 units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
                 self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
@@ -242,7 +242,7 @@ class Scheduler:
             if row[0] not in known and row[0] not in self._busy
         ]
 
-    def _load_dag(self, conn: psycopg.Connection[Any]) -> None:
+    def _load_dag(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         upstream: dict[int, list[int]] = {}
         tables: dict[int, list[str]] = {}
         asked: dict[int, str] = {}
@@ -259,15 +259,18 @@ class Scheduler:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
         self._dag = Dag.of(upstream, tables, asked)
         self.workers.plans.keep(self._known)
-        self._load_others(conn)
+        self._load_others(conn, settings)
 
-    def _load_others(self, conn: psycopg.Connection[Any]) -> None:
+    def _load_others(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         rows = conn.execute(
             "SELECT DISTINCT w.name, w.dsn FROM pgtrickle.pgt_databases w"
             " JOIN pgtrickle.pgt_foreign_tables f ON f.database = w.name"
             " JOIN pgtrickle.pgt_dependencies d ON d.source_relid = f.relid"
         ).fetchall()
         self._others = dict(rows)
+        if settings.brokered and self.workers.broker is not None:
+            for name, dsn in self._others.items():
+                self.workers.broker.serve(name, dsn, settings.interval)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
         """Say when those with a cron schedule are due next, after each refresh."""
@@ -366,7 +369,7 @@ class Scheduler:
             self._watched = now
             self.workers.close_idle()
             self._alert(conn, settings)
-            self._load_others(conn)
+            self._load_others(conn, settings)
             self._settle_sets(conn)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now

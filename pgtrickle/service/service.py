@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from pgtrickle.engine.beside import Beside
+from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
@@ -29,8 +30,11 @@ class Service:
         self.pool = Pool(4)
         self.watch = Watch()
         self.beside = Beside()
+        self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
         self.launchers = [
-            Launcher(server, self.config, self.service_id, self.pool, self.watch, self.beside, self._fit_pool)
+            Launcher(
+                server, self.config, self.service_id, self.pool, self.watch, self.beside, self.broker, self._fit_pool
+            )
             for server in self.config.servers
         ]
 
@@ -50,6 +54,7 @@ class Service:
         for launcher in self.launchers:
             launcher.stop(5.0)
         self.watch.stop()
+        self.broker.stop()
         self.watch.connections.close()
         self.beside.close()
         return finished

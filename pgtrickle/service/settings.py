@@ -51,6 +51,11 @@ class Settings:
         return self.pooler == "session" or (self.pooler == "off" and not is_pooled(conn))
 
     @property
+    def brokered(self) -> bool:
+        """Whether what is read in other databases is shared with others that read it."""
+        return self._on("enable_refresh_broker")
+
+    @property
     def tiered(self) -> bool:
         return self._on("tiered_scheduling")
 

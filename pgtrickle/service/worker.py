@@ -23,6 +23,7 @@ from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import FuseBlownError
+from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import open_connection
 from pgtrickle.service.settings import Settings
 from pgtrickle.service.units import Unit
@@ -41,6 +42,7 @@ class Workers:
     plans: Plans = field(default_factory=Plans)
     connections: Connections = field(default_factory=Connections)  # to other databases
     beside: Beside | None = None
+    broker: Broker | None = None
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -48,6 +50,7 @@ class Workers:
         """Refresh the stream tables of a unit."""
         with self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
+            engine.elsewhere.brokers = self.broker if settings.brokered else None
             conn = engine.conn
             if settings.pooler == "transaction":
                 be_pooled(conn)

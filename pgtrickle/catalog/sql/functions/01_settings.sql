@@ -33,6 +33,7 @@ AS $$
         ('buffer_alert_threshold', '1000000', '^[1-9][0-9]{0,11}$', 'a number of rows, at least 1'),
         ('history_retention_days', '90', '^[1-9][0-9]{0,4}$', 'days, from 1 to 99999'),
         ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
+        ('enable_refresh_broker', 'off', 'boolean', 'on or off'),
         ('connection_pooler_mode', 'off', '^(off|session|transaction)$', 'off, session or transaction')
 $$;
 

@@ -143,6 +143,10 @@ BEGIN
     WHERE starts_with(c.consumer, home || '/')
       AND (c.consumer, c.source_relid::oid::bigint) NOT IN (SELECT k.consumer, k.relid FROM unnest(consumers, relids) AS k (consumer, relid));
     GET DIAGNOSTICS number = ROW_COUNT;
+    DELETE FROM pgtrickle.pgt_broker_entries AS e
+    WHERE e.home = _keep_consumers.home
+      AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c
+                      WHERE starts_with(c.consumer, e.home || '/') AND c.source_stable_name = e.source_stable_name);
     IF number > 0 THEN
         PERFORM pgtrickle._untrack_unused();
     END IF;

@@ -1,0 +1,157 @@
+"""What a refresh broker offers: a cut of a database that others share, with the changes that its sources had.
+
+A consumer reads under the broker's snapshot. Rows of change buffers come from the broker, everything else from the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.compile.postgres import form_type
+from pgtrickle.compile.wide import Wide, change_scan
+from pgtrickle.engine.fetch import Fetcher, Forms, arrow_type
+from pgtrickle.query.plan import Plan
+
+XID = "xid"
+WEIGHT = "w"
+
+
+@dataclass
+class Interest:
+    """What is wanted of the changes of one source: expressions over its buffer with their types, and conditions."""
+
+    expressions: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # type, precision, scale
+    conditions: set[str] = field(default_factory=set)
+
+    def add(self, other: Interest) -> None:
+        self.expressions |= other.expressions
+        self.conditions |= other.conditions
+
+
+def schema_type(kind: str, precision: int, scale: int) -> pa.DataType:
+    """Arrow's type for an expression's values in flight."""
+    if kind == "numeric":
+        return pa.decimal128(precision, scale)
+    return {"text": pa.string(), "boolean": pa.bool_(), "bigint": pa.int64()}[kind]
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The changes of one source that came after `base`, as far as the offer's snapshot sees them."""
+
+    base: Snapshot
+    columns: Mapping[str, str]  # of expressions and conditions, by their text
+    rows: pa.Table
+
+    def serves(self, window: Snapshot) -> bool:
+        """Whether everything is in it that lies behind a window."""
+        known = self.base.xmax, set(self.base.in_progress)
+        return window.xmax >= known[0] and all(xid >= known[0] or xid in known[1] for xid in window.in_progress)
+
+    def behind(self, window: Snapshot, columns: Sequence[str]) -> pa.Table:
+        """The rows that a window does not see."""
+        rows = self.rows.select([*columns, XID, WEIGHT])
+        xid = rows.column(XID)
+        mask = pc.greater_equal(xid, window.xmax)
+        if window.in_progress:
+            mask = pc.or_(mask, pc.is_in(xid, value_set=pa.array(window.in_progress, pa.int64())))
+        return rows.filter(mask)
+
+    def changed(self, window: Snapshot) -> int:
+        """How many they are."""
+        return int(self.behind(window, ()).num_rows)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A cut that a broker took and still holds."""
+
+    number: int
+    node: str
+    snapshot: str  # under which others can read, while the broker holds it, and locks on the sources
+    settings: Mapping[str, str]
+    sources: Mapping[str, Offered]  # by stable name
+
+    def of(self, stable_name: str, window: Snapshot) -> Offered | None:
+        """The changes of a source, if everything is among them that lies behind a window."""
+        offered = self.sources.get(stable_name)
+        return offered if offered is not None and offered.serves(window) else None
+
+
+class Brokers(Protocol):
+    """How an engine gets at the broker of a database."""
+
+    def offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+        """A cut that none of these consumers has used yet; None where it must be taken here."""
+        ...
+
+    def want(
+        self,
+        database: str,
+        dsn: str,
+        home: str,
+        label: str,
+        wanted: Mapping[str, Interest],
+        settings: Mapping[str, str],
+    ) -> None:
+        """Let the broker read this too, from its next cut on."""
+        ...
+
+
+def take_offered(
+    fetcher: Fetcher[pa.Table], database: str, stable_names: Mapping[int, str], offer: Offer | None
+) -> dict[str, Interest]:
+    """Put the rows that are offered where the fetcher would read them; gives back what it would need beyond that."""
+    lacking: dict[str, Interest] = {}
+    window = fetcher.windows.get(database)
+    for plan, forms in fetcher.missing.items():
+        scan = change_scan(plan)
+        if scan is None or scan.relation.database != database or window is None or database in fetcher.joined:
+            continue
+        name = stable_names.get(scan.relation.oid)
+        if name is None:
+            continue
+        offered = offer.of(name, window) if offer is not None else None
+        found = _rows(plan, forms, offered, window) if offered is not None else None
+        if found is not None:
+            fetcher.put(plan, found)
+        else:
+            _add(lacking.setdefault(name, Interest()), plan, forms)
+    return lacking
+
+
+def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Table | None:
+    """A fragment's rows, where all that it needs is offered."""
+    wide, slice_ = _wide(plan, forms)
+    texts = {name: text for text, (name, _, _) in wide.columns.items()}
+    (condition,) = wide.flags or (None,)
+    if not set(texts.values()) | ({condition} if condition else set()) <= offered.columns.keys():
+        return None
+    flag = [offered.columns[condition]] if condition else []
+    columns = {mine: offered.columns[texts[wide_name]] for mine, wide_name in slice_.items()}
+    rows = offered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))
+    if flag:
+        rows = rows.filter(rows.column(flag[0]))
+    return pa.table([rows.column(name) for name in [*columns.values(), WEIGHT]], names=[*columns, WEIGHT])
+
+
+def _add(interest: Interest, plan: Plan, forms: Forms) -> None:
+    wide, _ = _wide(plan, forms)
+    for text, (_, type_, form) in wide.columns.items():
+        arrow = arrow_type(type_, form)
+        sizes = (arrow.precision, arrow.scale) if pa.types.is_decimal(arrow) else (0, 0)
+        interest.expressions[text] = (form_type(type_, form), *sizes)
+    interest.conditions |= set(wide.flags)
+
+
+def _wide(plan: Plan, forms: Forms) -> tuple[Wide, dict[str, str]]:
+    scan = change_scan(plan)
+    assert scan is not None
+    wide = Wide(scan.relation)
+    return wide, wide.add(plan, forms).columns

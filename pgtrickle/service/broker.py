@@ -1,0 +1,159 @@
+"""The refresh broker: one service reads the changes of a database's tables for all databases that want them.
+
+Services elect it by a lease in the database whose tables are read. Who gets no offer in time cuts and scans for itself, as if
+there were no broker.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from secrets import token_urlsafe
+
+import psycopg
+from psycopg.types.json import Jsonb
+
+from pgtrickle.engine.offers import Interest, Offer
+from pgtrickle.engine.reach import Connections, told
+from pgtrickle.errors import PgtrickleError
+from pgtrickle.service.desk import Desk
+from pgtrickle.service.flight import FlightOffers, ask_for_offer
+
+log = logging.getLogger("pgtrickle.broker")
+
+PATIENCE = 1.5  # ticks that a consumer waits for an offer
+LEADER_SECONDS = 1.0  # for which it is remembered who the broker is
+SHUN_SECONDS = 5.0  # for which a broker that did not answer is not asked again
+FULL_SECONDS = 60.0  # the same, where its registry is full
+
+
+@dataclass(frozen=True)
+class _Leader:
+    service_id: uuid.UUID
+    address: str
+    token: str
+
+
+@dataclass
+class Broker:
+    """A service's part in brokerage: it offers where it is elected, and asks those that are."""
+
+    service_id: uuid.UUID
+    connections: Connections
+    lease_seconds: float
+    listen: str = "127.0.0.1:0"
+
+    def __post_init__(self) -> None:
+        self._desks: dict[str, Desk] = {}
+        self._leaders: dict[str, _Leader | None] = {}
+        self._asked: dict[str, float] = {}
+        self._sent: dict[tuple[str, str, str], set[str]] = {}
+        self._full: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._flight: FlightOffers | None = None
+        self._token = token_urlsafe(32)
+        self._intervals: dict[str, float] = {}
+        self._shunned: dict[str, float] = {}
+
+    def serve(self, name: str, dsn: str, interval: float) -> None:
+        """Stand for election in a database that stream tables here read."""
+        with self._lock:
+            if self._flight is None:
+                self._flight = FlightOffers(self.listen, self._token, self._desk_of)
+            self._intervals[dsn] = interval
+            desk = self._desks.get(dsn)
+            if desk is None or not desk.alive:
+                self._desks[dsn] = Desk(
+                    name,
+                    dsn,
+                    self.service_id,
+                    self._flight.address,
+                    self._token,
+                    self.lease_seconds,
+                    self.connections,
+                    interval,
+                )
+                return
+            desk.asked, desk.interval = time.monotonic(), interval
+
+    def stop(self) -> None:
+        for desk in self._desks.values():
+            desk.stop()
+        if self._flight is not None:
+            self._flight.stop()
+
+    def _desk_of(self, node: str) -> Desk | None:
+        return next((desk for desk in list(self._desks.values()) if desk.node == node), None)
+
+    # -- what an engine asks (Brokers) -------------------------------------------------------------------------------------
+
+    def offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+        try:
+            return self._offer(database, dsn, node, consumers)
+        except (psycopg.Error, PgtrickleError) as error:
+            log.info("nobody knows the broker: %s", error, extra={"database": database})
+            return None
+
+    def _offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+        seconds = self._intervals.get(dsn, 1.0) * PATIENCE
+        leader = self._leader(database, dsn)
+        if leader is None or time.monotonic() < self._shunned.get(leader.address, 0.0):
+            return None
+        if leader.service_id == self.service_id:
+            desk = self._desk_of(node)
+            return desk.offer(consumers, seconds) if desk is not None else None
+        offer = ask_for_offer(leader.address, leader.token, node, consumers, seconds)
+        if offer is None:
+            self._shunned[leader.address] = time.monotonic() + SHUN_SECONDS
+        return offer
+
+    def want(
+        self,
+        database: str,
+        dsn: str,
+        home: str,
+        label: str,
+        wanted: Mapping[str, Interest],
+        settings: Mapping[str, str],
+    ) -> None:
+        if time.monotonic() - self._full.get(dsn, -FULL_SECONDS) < FULL_SECONDS:
+            return
+        for name, interest in wanted.items():
+            sent = self._sent.setdefault((dsn, home, name), set())
+            if interest.expressions.keys() | interest.conditions <= sent:
+                continue
+            values = (Jsonb(interest.expressions), Jsonb(sorted(interest.conditions)), Jsonb(dict(settings)))
+            try:
+                with self.connections.open(database, dsn) as conn, told(database):
+                    row = conn.execute(
+                        "SELECT pgtrickle._register_interest(%s, %s, %s, %s, %s, %s)", (home, label, name, *values)
+                    ).fetchone()
+            except (psycopg.Error, PgtrickleError) as error:
+                log.warning("the broker cannot be told what is wanted: %s", error, extra={"database": database})
+                return
+            assert row is not None
+            if not row[0]:
+                log.warning(
+                    "the broker has no room for %s: its changes are read by everybody alone",
+                    name,
+                    extra={"database": database},
+                )
+                self._full[dsn] = time.monotonic()
+                return
+            sent |= interest.expressions.keys() | interest.conditions
+
+    def _leader(self, database: str, dsn: str) -> _Leader | None:
+        known = self._leaders.get(dsn)
+        if dsn in self._leaders and time.monotonic() - self._asked[dsn] < LEADER_SECONDS:
+            return known
+        with self.connections.open(database, dsn) as conn, told(database):
+            row = conn.execute(
+                "SELECT service_id, address, token FROM pgtrickle.pgt_broker WHERE lease_expires > clock_timestamp()"
+            ).fetchone()
+        self._asked[dsn] = time.monotonic()
+        self._leaders[dsn] = _Leader(*row) if row is not None else None
+        return self._leaders[dsn]

@@ -1,0 +1,294 @@
+"""What the elected broker does in a database: a cut per tick, in which every wanted source is read once.
+
+The snapshot is held for a while: others read whatever else they need under it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.capture.window import since
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.compile.postgres import CHANGES_SCHEMA
+from pgtrickle.engine.copying import copy_out
+from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
+from pgtrickle.engine.offers import WEIGHT, XID, Offer, Offered, schema_type
+from pgtrickle.engine.reach import Connections, check_catalog, told
+from pgtrickle.errors import PgtrickleError
+
+log = logging.getLogger("pgtrickle.broker")
+
+HELD = 2  # cuts, the last ones
+HELD_TICKS = 3.0  # after which a cut is given up although no other came
+FORGET_SECONDS = 60.0  # after which a database that nobody asks about is left
+LARGE = 64 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
+MOST_COLUMNS = 1000
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A source whose changes somebody wants, as its database has it."""
+
+    stable_name: str
+    schema: str
+    name: str
+    buffer: str
+    buffered: int
+    expressions: dict[str, list[Any]]
+    conditions: list[str]
+    settings: dict[str, str]
+    homes: list[str]
+    snapshots: list[str]  # up to which consumers have stored what they read
+    recent: list[str]  # of those that were seen lately
+
+
+@dataclass
+class _Held:
+    """A cut, and the transaction that holds it."""
+
+    offer: Offer
+    seen: Snapshot
+    began: float
+    stack: ExitStack
+
+
+@dataclass
+class Desk:
+    """What one service does as the broker of one database, while it is elected."""
+
+    name: str
+    dsn: str
+    service_id: uuid.UUID
+    address: str
+    token: str
+    lease_seconds: float
+    connections: Connections
+    interval: float
+
+    def __post_init__(self) -> None:
+        self.node = ""
+        self.asked = time.monotonic()
+        self.cuts: list[_Held] = []
+        self._used: dict[str, int] = {}
+        self._wanted = False
+        self._elected_until = 0.0
+        self._number = 0
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"pgtrickle-broker-{self.name}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def offer(self, consumers: Sequence[str], seconds: float) -> Offer | None:
+        """A cut that none of them has used; waits for one that long."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            used = max((self._used.get(consumer, 0) for consumer in consumers), default=0)
+            while not self.cuts or self.cuts[-1].offer.number <= used:
+                self._wanted = True
+                left = deadline - time.monotonic()
+                if left <= 0 or self._elected_until < time.monotonic():
+                    return None
+                self._changed.wait(left)
+            offer = self.cuts[-1].offer
+            self._used |= dict.fromkeys(consumers, offer.number)
+            return offer
+
+    def rows(self, number: int, source: str) -> pa.Table | None:
+        """The changes of a source at a cut that is still held."""
+        with self._changed:
+            offers = [held.offer.sources.get(source) for held in self.cuts if held.offer.number == number]
+        return next((offered.rows for offered in offers if offered is not None), None)
+
+    # -- the thread ----------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set() and time.monotonic() - self.asked < FORGET_SECONDS:
+            begin = time.monotonic()
+            try:
+                self._round()
+            except (psycopg.Error, PgtrickleError) as error:
+                log.info("no cut for others: %s", error, extra={"database": self.name})
+                self._release(0)
+            self._stop.wait(max(0.01, begin + self.interval - time.monotonic()))
+        self._release(0)
+
+    def _round(self) -> None:
+        """One tick: stay elected, and take a cut where there is something new or somebody waits."""
+        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+            if not self._elected(conn):
+                self._release(0)
+                return
+            wanted = self._wants(conn)
+            news = self._has_news(conn, wanted)
+        if wanted and (news or self._wanted):
+            held = self._cut(wanted)
+            with self._changed:
+                self.cuts.append(held)
+                self._wanted = False
+                self._changed.notify_all()
+            self._release(HELD)
+            self._report(held, wanted)
+        elif self.cuts and time.monotonic() - self.cuts[-1].began > HELD_TICKS * self.interval:
+            self._release(0)
+
+    def _elected(self, conn: psycopg.Connection[Any]) -> bool:
+        now = time.monotonic()
+        if now < self._elected_until - self.lease_seconds * 2 / 3:
+            return True
+        if not self.node:
+            check_catalog(conn, self.name)
+            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+            assert row is not None
+            self.node = row[0]
+        lease = timedelta(seconds=self.lease_seconds)
+        row = conn.execute(
+            "SELECT pgtrickle._elect_broker(%s, %s, %s, %s)", (self.service_id, self.address, self.token, lease)
+        ).fetchone()
+        assert row is not None
+        elected = bool(row[0] == self.service_id)
+        if elected and self._elected_until < now:
+            log.info("elected: scans change buffers for all databases", extra={"database": self.name})
+        self._elected_until = now + self.lease_seconds if elected else 0.0
+        return elected
+
+    @staticmethod
+    def _wants(conn: psycopg.Connection[Any]) -> list[Wanted]:
+        with conn.cursor(row_factory=dict_row) as cursor:
+            return [Wanted(**row) for row in cursor.execute(load_query("broker_wants"))]
+
+    def _has_news(self, conn: psycopg.Connection[Any], wanted: Sequence[Wanted]) -> bool:
+        known = self.cuts[-1].seen if self.cuts else None
+        rows = conn.execute(
+            "SELECT DISTINCT xid FROM pgtrickle_changes.pgt_activity WHERE source_stable_name = ANY (%s)",
+            ([one.stable_name for one in wanted],),
+        ).fetchall()
+        return any(known is None or not known.sees(xid) for (xid,) in rows)
+
+    def _cut(self, wanted: Sequence[Wanted]) -> _Held:
+        """Lock the sources, take the snapshot, read what changed; the transaction stays open."""
+        began = time.monotonic()
+        with ExitStack() as stack:
+            conn = stack.enter_context(self.connections.open(self.name, self.dsn))
+            stack.callback(conn.execute, "ROLLBACK")
+            with told(self.name):
+                conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
+                conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
+                conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+                tables = sql.SQL(", ").join(sql.Identifier(one.schema, one.name) for one in wanted)
+                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
+                row = conn.execute("SELECT pg_current_snapshot()::text").fetchone()
+                assert row is not None
+                seen = Snapshot.parse(row[0])
+                settings = wanted[0].settings
+                sources: dict[str, Offered] = {}
+                self._number += 1
+                for one in wanted:
+                    base = _base(one)
+                    if base is not None and one.settings == settings:
+                        sources[one.stable_name] = Offered(base, *_read(conn, one, base))
+                offer = Offer(self._number, self.node, export(conn), settings, sources)
+            return _Held(offer, seen, began, stack.pop_all())
+
+    def _report(self, held: _Held, wanted: Sequence[Wanted]) -> None:
+        """What the scan found, for broker_status()."""
+        found: dict[str, list[Any]] = {"homes": [], "names": [], "pending": [], "bounds": []}
+        for one in wanted:
+            offered = held.offer.sources.get(one.stable_name)
+            for home in one.homes if offered is not None else ():
+                assert offered is not None
+                windows = _windows(text for text in one.snapshots if text.startswith(f"{home}/"))
+                served = [window for window in windows if offered.serves(window)]
+                found["homes"].append(home)
+                found["names"].append(one.stable_name)
+                found["pending"].append(max((offered.changed(window) for window in served), default=None))
+                found["bounds"].append(pc.max(offered.rows.column(XID)).as_py())
+        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+            conn.execute(load_query("broker_found"), found | {"service": self.service_id})
+
+    def _release(self, keep: int) -> None:
+        """End all but the last cuts."""
+        with self._changed:
+            over, self.cuts = self.cuts[: len(self.cuts) - keep], self.cuts[len(self.cuts) - keep :] if keep else []
+        for held in over:
+            try:
+                held.stack.close()
+            except psycopg.Error as error:
+                log.info("a cut ended by itself: %s", error, extra={"database": self.name})
+
+
+def _windows(texts: Iterable[str]) -> list[Snapshot]:
+    return [Snapshot.parse(text.partition(" ")[2]) for text in texts]
+
+
+def _base(one: Wanted) -> Snapshot | None:
+    """Behind which everything lies that somebody has not stored yet; None where nobody has stored anything."""
+    windows = _windows(one.recent if one.buffered > LARGE else one.snapshots)
+    if not windows:
+        return None
+    xmax = min(window.xmax for window in windows)
+    running = sorted({xid for window in windows for xid in window.in_progress if xid < xmax})
+    return Snapshot(min([xmax, *running]), xmax, tuple(running))
+
+
+def _read(conn: psycopg.Connection[Any], one: Wanted, base: Snapshot) -> tuple[dict[str, str], pa.Table]:
+    """The changes behind the base; all that is wanted of them, or the plain columns where an expression fails."""
+    try:
+        with conn.transaction():
+            set_local(conn, one.settings)
+            return _copy(conn, one, base, dict(list(one.expressions.items())[:MOST_COLUMNS]), one.conditions)
+    except psycopg.DataError as error:
+        log.info("read without expressions: %s", error, extra={"source": f"{one.schema}.{one.name}"})
+    with conn.transaction():
+        set_local(conn, one.settings)
+        plain = {
+            text: type_ for text, type_ in one.expressions.items() if text.startswith("(c") and text.endswith(")::text")
+        }
+        return _copy(conn, one, base, plain, [])
+
+
+def _copy(
+    conn: psycopg.Connection[Any],
+    one: Wanted,
+    base: Snapshot,
+    expressions: Mapping[str, Sequence[Any]],
+    conditions: Sequence[str],
+) -> tuple[dict[str, str], pa.Table]:
+    columns = {text: f"x{i}" for i, text in enumerate(expressions)}
+    flags = {text: f"f{i}" for i, text in enumerate(conditions)}
+    # Written by our own compiler, and kept where only the service role writes.
+    items = [sql.SQL(f"{text} AS {name}") for text, name in columns.items()]
+    items += [sql.SQL(f"coalesce({text}, false) AS {name}") for text, name in flags.items()]
+    items += [sql.SQL(f"__pgt_xid AS {XID}"), sql.SQL(f"__pgt_w::bigint AS {WEIGHT}")]
+    statement = sql.SQL("SELECT {} FROM {} WHERE {}").format(
+        sql.SQL(", ").join(items), sql.Identifier(CHANGES_SCHEMA, one.buffer), since(base, "__pgt_xid")
+    )
+    schema = pa.schema(
+        [(columns[text], schema_type(*type_)) for text, type_ in expressions.items()]
+        + [(name, pa.bool_()) for name in flags.values()]
+        + [(XID, pa.int64()), (WEIGHT, pa.int64())]
+    )
+    return columns | flags, copy_out(conn, statement, schema)

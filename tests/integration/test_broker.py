@@ -1,0 +1,126 @@
+"""The refresh broker: one scan for all who want it, and none missed where there is no broker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.embedded.server import EmbeddedServer
+from tests.support.hub import QUERIES, Hub, hub_with
+from tests.support.service import running_service, until
+
+STATUS = "SELECT database, source, pending_rows, upper_bound, last_tick, broker_alive FROM pgtrickle.broker_status()"
+
+
+@pytest.fixture
+def shop(server: EmbeddedServer) -> Iterator[Hub]:
+    with hub_with(server, 2) as made:
+        yield made
+
+
+def is_brokered(shop: Hub) -> bool:
+    """Whether the broker has scanned for all homes."""
+    rows = shop.conn.execute(STATUS).fetchall()
+    return len(rows) == len(shop.homes) and all(row[4] is not None for row in rows)
+
+
+def test_one_scan_per_tick_for_all_databases(shop: Hub) -> None:
+    with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
+        for number in range(1, 4):  # until everything is known to the broker
+            shop.change(number)
+            shop.await_exact()
+        until(lambda: is_brokered(shop))
+        ticks = shop.conn.execute("SELECT tick FROM pgtrickle.pgt_broker").fetchone()
+        before = shop.scans()
+        for number in range(4, 10):
+            shop.change(number)
+            shop.await_exact()
+        now = shop.conn.execute("SELECT tick FROM pgtrickle.pgt_broker").fetchone()
+        rows = shop.conn.execute(STATUS).fetchall()
+    assert ticks is not None
+    assert now is not None
+    scanned, ticked = shop.scans() - before, now[0] - ticks[0]
+    print(f"{scanned} scans in {ticked} ticks for {len(shop.homes)} databases of {len(QUERIES)} stream tables")
+    assert ticked >= 6
+    # Statistics of the last scans may be missing, those of the warm-up come late.
+    assert scanned <= ticked + 2
+    assert {(row[0], row[1]) for row in rows} == {(home.name, "public.items") for home in shop.homes}
+    assert all(row[2] is not None and row[3] > 0 and row[4] == now[0] and row[5] for row in rows)
+
+
+def test_without_the_setting_nobody_is_a_broker(shop: Hub) -> None:
+    for conn in shop.home_conns:
+        conn.execute("SELECT pgtrickle.set('pg_trickle.enable_refresh_broker', 'off')")
+    with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
+        shop.change(1)
+        shop.await_exact()
+    assert shop.conn.execute("SELECT count(*) FROM pgtrickle.pgt_broker").fetchone() == (0,)
+
+
+def test_a_full_registry_is_told_and_everything_goes_on(shop: Hub, caplog: pytest.LogCaptureFixture) -> None:
+    shop.conn.execute(
+        "INSERT INTO pgtrickle.pgt_broker_entries (home, database, source_stable_name, settings)"
+        " SELECT 'far/' || i, 'far', 'nothing', '{}' FROM generate_series(1, 4096) AS i"
+    )
+    with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
+        for number in (1, 2):
+            shop.change(number)
+            shop.await_exact()
+        assert any("the broker has no room" in record.getMessage() for record in caplog.records)
+        assert shop.conn.execute("SELECT count(*) FROM pgtrickle.pgt_broker_entries").fetchone() == (4096,)
+
+
+def test_an_expression_that_fails_is_the_matter_of_who_wants_it(shop: Hub) -> None:
+    with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)) as service:
+        shop.change(1)
+        shop.await_exact()
+        shop.conn.execute(
+            'UPDATE pgtrickle.pgt_broker_entries SET expressions = expressions || \'{"(1 / (c2 - c2))::text": ["text", 0, 0]}\''
+        )
+        for number in (2, 3):
+            shop.change(number)
+            shop.await_exact()
+        assert service.broker._desks
+
+
+def test_who_drops_its_stream_tables_leaves_the_registry(shop: Hub) -> None:
+    with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
+        shop.change(1)
+        shop.await_exact()
+        until(lambda: is_brokered(shop))
+    import pgtrickle
+
+    with pgtrickle.connect(shop.homes[0].dsn) as db:
+        for name in QUERIES:
+            db.drop_stream_table(name)
+    rows = shop.conn.execute("SELECT database FROM pgtrickle.broker_status()").fetchall()
+    assert rows == [(shop.homes[1].name,)]
+
+
+def test_only_the_service_role_sees_the_token(shop: Hub) -> None:
+    stranger = shop.hub.create_role("stranger")
+    with psycopg.connect(shop.hub.direct_dsn_as(stranger), autocommit=True) as conn:
+        for table in ("pgt_broker", "pgt_broker_entries"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                conn.execute(f"SELECT * FROM pgtrickle.{table}".encode())
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            conn.execute("SELECT pgtrickle._register_interest('a/1', 'a', 'x', '{}', '[]', '{}')")
+        assert conn.execute("SELECT * FROM pgtrickle.broker_status()").fetchall() == []
+
+
+def test_an_offer_serves_whoever_is_not_behind_its_base() -> None:
+    import pyarrow as pa
+
+    from pgtrickle.engine.offers import Offered
+
+    rows = pa.table({"xid": [80, 95, 100, 105], "w": [1, 1, -1, 1]})
+    offered = Offered(Snapshot(80, 90, (80,)), {}, rows)
+    assert offered.serves(Snapshot(90, 100, ()))
+    assert offered.changed(Snapshot(90, 100, ())) == 2
+    assert offered.changed(Snapshot(80, 106, (80,))) == 1
+    assert offered.changed(Snapshot(80, 90, (80,))) == 4
+    assert not offered.serves(Snapshot(70, 89, ()))
+    assert not offered.serves(Snapshot(85, 100, (85,)))
