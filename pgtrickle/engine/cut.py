@@ -20,7 +20,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.errors import RefreshError
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.elsewhere import OtherCut
+    from pgtrickle.engine.other_cut import OtherCut
 
 LOCK_TIMEOUT = "5s"
 # Where many wait for the locks of all, nobody waits long for one.

@@ -11,23 +11,20 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from uuid import uuid4
 
 import psycopg
-from psycopg import sql
 from psycopg.rows import class_row
 from psycopg.types.json import Jsonb
 
-from pgtrickle.capture.frontier import Frontier, Reflected, Snapshot
+from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.connection import is_pooled
-from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Brokers, Interest, Offer
+from pgtrickle.engine.other_cut import ForeignSource, OtherCut, end_cut, take_offered_cut, take_other_cut
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
-from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
+from pgtrickle.errors import DatabaseFailedError, PgtrickleError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.work import Work
@@ -44,54 +41,6 @@ class NotThereError(Exception):
 
     database: str
     table: str
-
-
-@dataclass(frozen=True)
-class ForeignSource:
-    """A table of another database that a stream table reads, as it is known here."""
-
-    pgt_id: int
-    database: str
-    relid: int  # of what stands for it here
-    there: int  # its own
-    node: str  # of the database that has it
-    schema: str
-    name: str
-    shape: str
-    shard: bool  # it is read as the table of a member of a set
-    consumer: str
-    label: str
-    columns: list[int]
-
-
-@dataclass(frozen=True)
-class Consumed:
-    """The same as its own database has it at the cut."""
-
-    consumer: str
-    relid: int
-    stable_name: str
-    buffer: str
-    buffered: int
-    signature: str
-    shape: str
-    proof: str | None
-    former_proof: str | None
-
-
-@dataclass(frozen=True)
-class OtherCut:
-    """One consistent state of another database."""
-
-    database: str
-    conn: psycopg.Connection[Any]
-    node: str
-    snapshot: Snapshot
-    consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
-    incarnation: str  # of its server
-    looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
-    offer: Offer | None = None  # of a broker, whose cut it is
-    proof: str = field(default_factory=lambda: str(uuid4()))
 
 
 @dataclass
@@ -240,13 +189,13 @@ class Elsewhere:
             try:
                 with told(database):
                     check_catalog(conn, database)
-                    cut = _take_offered(conn, database, sources, offer) if offer is not None else None
+                    cut = take_offered_cut(conn, database, sources, offer) if offer is not None else None
                     if cut is None:
                         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                        cut = _take(conn, database, sources)
+                        cut = take_other_cut(conn, database, sources)
                 yield cut
             finally:
-                _end(conn)
+                end_cut(conn)
 
     def realign(self, works: Sequence[Work]) -> None:
         """Bring what stands here for tables of other databases up to date with them."""
@@ -388,79 +337,6 @@ class Elsewhere:
             except (psycopg.OperationalError, DatabaseFailedError):
                 if self.home.broken or self.home.closed:
                     raise
-
-
-def _take_offered(
-    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], offer: Offer
-) -> OtherCut | None:
-    """A cut under the broker's snapshot; None where that is over.
-
-    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks.
-    """
-    if is_pooled(conn):
-        return None
-    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-    try:
-        return replace(_take(conn, database, sources, offer.snapshot), offer=offer)
-    except (
-        psycopg.errors.UndefinedObject,
-        psycopg.errors.InvalidParameterValue,
-        psycopg.errors.ObjectNotInPrerequisiteState,
-        SourceLockedError,
-    ):
-        conn.execute("ROLLBACK")
-        return None
-
-
-def _take(
-    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], snapshot: str | None = None
-) -> OtherCut:
-    """Lock what is read, then take the snapshot, or another's."""
-    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
-    conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-    conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-    names = sorted({(source.schema, source.name) for source in sources})
-    try:
-        with conn.transaction():
-            tables = sql.SQL(", ").join(sql.Identifier(*name) for name in names)
-            conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
-    except psycopg.errors.LockNotAvailable as error:
-        raise SourceLockedError(
-            f"a table of database {database} is locked by another session: {error.diag.message_primary}",
-            "A service tries again by itself.",
-        ) from error
-    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        pass  # renamed or dropped: its shape tells
-    if snapshot is not None:
-        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
-    row = conn.execute(
-        "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
-    ).fetchone()
-    assert row is not None
-    if row[2]:
-        raise DatabaseFailedError(
-            f"database {database} is on a standby",
-            "Register its primary: changes are captured there, and snapshots true.",
-        )
-    with conn.cursor(row_factory=class_row(Consumed)) as cursor:
-        consumers = sorted({source.consumer for source in sources})
-        found = cursor.execute(
-            "SELECT consumer, relid, stable_name, buffer, buffered, signature, shape, proof::text, former_proof::text"
-            " FROM pgtrickle._consumed(%s)",
-            (consumers,),
-        ).fetchall()
-    consumed = {(one.consumer, one.relid): one for one in found}
-    shards = sorted({source.consumer for source in sources if source.shard})
-    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (shards,)).fetchall() if shards else []
-    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], dict(looks))
-
-
-def _end(conn: psycopg.Connection[Any]) -> None:
-    """The cut is over. Where the connection is lost, so is the cut."""
-    try:
-        conn.execute("ROLLBACK")
-    except psycopg.Error:
-        conn.close()
 
 
 def _refuse_twins(cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:

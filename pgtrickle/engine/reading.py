@@ -23,10 +23,11 @@ from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
-from pgtrickle.engine.elsewhere import Elsewhere, OtherCut
+from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.offers import Offered, take_offered
+from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.engine.programs import Programs
 from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together

@@ -14,8 +14,8 @@ from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.elsewhere import ForeignSource, OtherCut
 from pgtrickle.engine.offers import Offer
+from pgtrickle.engine.other_cut import ForeignSource, OtherCut
 
 
 @dataclass(frozen=True)

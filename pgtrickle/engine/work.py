@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.engine.decide import Decision
-from pgtrickle.engine.elsewhere import ForeignSource
 from pgtrickle.engine.fetch import Fetcher, Part
 from pgtrickle.engine.jobs import Job
 from pgtrickle.engine.offers import Interest
+from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import Phases, StreamTableRow

@@ -1,0 +1,139 @@
+"""Cuts of other databases: one consistent state of each, with what they keep there for the stream tables that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.engine.connection import is_pooled
+from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.engine.offers import Offer
+from pgtrickle.errors import DatabaseFailedError, SourceLockedError
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """A table of another database that a stream table reads, as it is known here."""
+
+    pgt_id: int
+    database: str
+    relid: int  # of what stands for it here
+    there: int  # its own
+    node: str  # of the database that has it
+    schema: str
+    name: str
+    shape: str
+    shard: bool  # it is read as the table of a member of a set
+    consumer: str
+    label: str
+    columns: list[int]
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """The same as its own database has it at the cut."""
+
+    consumer: str
+    relid: int
+    stable_name: str
+    buffer: str
+    buffered: int
+    signature: str
+    shape: str
+    proof: str | None
+    former_proof: str | None
+
+
+@dataclass(frozen=True)
+class OtherCut:
+    """One consistent state of another database."""
+
+    database: str
+    conn: psycopg.Connection[Any]
+    node: str
+    snapshot: Snapshot
+    consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
+    incarnation: str  # of its server
+    looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
+    offer: Offer | None = None  # of a broker, whose cut it is
+    proof: str = field(default_factory=lambda: str(uuid4()))
+
+
+def take_offered_cut(
+    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], offer: Offer
+) -> OtherCut | None:
+    """A cut under the broker's snapshot; None where that is over.
+
+    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks.
+    """
+    if is_pooled(conn):
+        return None
+    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+    try:
+        return replace(take_other_cut(conn, database, sources, offer.snapshot), offer=offer)
+    except (
+        psycopg.errors.UndefinedObject,
+        psycopg.errors.InvalidParameterValue,
+        psycopg.errors.ObjectNotInPrerequisiteState,
+        SourceLockedError,
+    ):
+        conn.execute("ROLLBACK")
+        return None
+
+
+def take_other_cut(
+    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], snapshot: str | None = None
+) -> OtherCut:
+    """Lock what is read, then take the snapshot, or another's."""
+    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
+    conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
+    conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+    names = sorted({(source.schema, source.name) for source in sources})
+    try:
+        with conn.transaction():
+            tables = sql.SQL(", ").join(sql.Identifier(*name) for name in names)
+            conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
+    except psycopg.errors.LockNotAvailable as error:
+        raise SourceLockedError(
+            f"a table of database {database} is locked by another session: {error.diag.message_primary}",
+            "A service tries again by itself.",
+        ) from error
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        pass  # renamed or dropped: its shape tells
+    if snapshot is not None:
+        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
+    row = conn.execute(
+        "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
+    ).fetchone()
+    assert row is not None
+    if row[2]:
+        raise DatabaseFailedError(
+            f"database {database} is on a standby",
+            "Register its primary: changes are captured there, and snapshots true.",
+        )
+    with conn.cursor(row_factory=class_row(Consumed)) as cursor:
+        consumers = sorted({source.consumer for source in sources})
+        found = cursor.execute(
+            "SELECT consumer, relid, stable_name, buffer, buffered, signature, shape, proof::text, former_proof::text"
+            " FROM pgtrickle._consumed(%s)",
+            (consumers,),
+        ).fetchall()
+    consumed = {(one.consumer, one.relid): one for one in found}
+    shards = sorted({source.consumer for source in sources if source.shard})
+    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (shards,)).fetchall() if shards else []
+    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], dict(looks))
+
+
+def end_cut(conn: psycopg.Connection[Any]) -> None:
+    """The cut is over. Where the connection is lost, so is the cut."""
+    try:
+        conn.execute("ROLLBACK")
+    except psycopg.Error:
+        conn.close()
