@@ -16,6 +16,7 @@ from bench.measure import median, seconds
 from bench.server import Bench
 from bench.tables import ms, table
 from bench.targets import Verdict
+from pgtrickle.service.connections import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings
@@ -82,7 +83,7 @@ def _pretend_filled(conn: psycopg.Connection[Any]) -> None:
 
 def _ticks(bench: Bench, ticks: int) -> list[float]:
     dsn, database = bench.conn.info.dsn, bench.conn.info.dbname
-    scheduler = Scheduler(Tended("bench", Workers(dsn, database, uuid.uuid4())), Pool(4), 30.0)
+    scheduler = Scheduler(Tended("bench", Workers(Budget(dsn), database, uuid.uuid4())), Pool(4), 30.0)
     with psycopg.connect(dsn, autocommit=True) as conn:
 
         def tick() -> None:

@@ -36,6 +36,9 @@ Examples:
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="How log lines are written (text).")
 @click.option("--drain-seconds", type=float, help="How long running refreshes may take when the service ends (30).")
 @click.option("--database", "databases", multiple=True, help="Only this database; may be given more than once.")
+@click.option(
+    "--max-connections", type=int, help="Have no more connections to a server at a time; schedulers share them."
+)
 @with_dsn
 def run(
     dsn: str | None,
@@ -45,6 +48,7 @@ def run(
     log_format: str | None,
     drain_seconds: float | None,
     databases: tuple[str, ...],
+    max_connections: int | None,
 ) -> None:
     """Keep the stream tables of all databases of the watched servers fresh.
 
@@ -58,7 +62,7 @@ def run(
 
     dsn = dsn or os.environ.get("PGTRICKLE_DSN")
     given = {"http": http, "log_format": log_format, "drain_seconds": drain_seconds}
-    _run_service(load_config(path, dsn, databases, **given))
+    _run_service(load_config(path, dsn, databases, max_connections, **given))
 
 
 def _run_service(config: ServiceConfig) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.service.connections import LEAST
 
 FILE = "pgtrickle.toml"
 
@@ -24,6 +25,7 @@ class ServerConfig:
     name: str
     dsn: str
     databases: tuple[str, ...] | None = None
+    max_connections: int | None = None  # of ours to it at a time; as many as it takes, if None
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,13 @@ class ServiceConfig:
 _SERVICE_KEYS = {"lease_seconds", "list_seconds", "replica_seconds", "drain_seconds"}
 
 
-def load_config(path: Path | None, dsn: str | None, databases: Sequence[str] = (), **given: Any) -> ServiceConfig:
+def load_config(
+    path: Path | None,
+    dsn: str | None,
+    databases: Sequence[str] = (),
+    max_connections: int | None = None,
+    **given: Any,
+) -> ServiceConfig:
     """The configuration: the file's, or one server where a DSN is given; flags that are given come first."""
     if path is not None or (dsn is None and Path(FILE).exists()):
         config = _read(path or Path(FILE))
@@ -49,6 +57,10 @@ def load_config(path: Path | None, dsn: str | None, databases: Sequence[str] = (
         config = ServiceConfig((ServerConfig("default", dsn or ""),))
     if databases:
         config = replace(config, servers=tuple(replace(one, databases=tuple(databases)) for one in config.servers))
+    if max_connections is not None:
+        _check_budget("--max-connections", max_connections)
+        servers = tuple(replace(one, max_connections=max_connections) for one in config.servers)
+        config = replace(config, servers=servers)
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -71,14 +83,23 @@ def _read(path: Path) -> ServiceConfig:
 
 
 def _server(path: Path, name: str, entry: Mapping[str, Any]) -> ServerConfig:
-    unknown = set(entry) - {"dsn", "databases"}
+    unknown = set(entry) - {"dsn", "databases", "max_connections"}
     if unknown or not isinstance(entry.get("dsn"), str):
         raise ConfigError(
-            f"{path}: server {name} needs a dsn and may have databases",
+            f"{path}: server {name} needs a dsn and may have databases and max_connections",
             f"Unknown: {', '.join(sorted(unknown))}." if unknown else None,
         )
-    databases = entry.get("databases")
-    return ServerConfig(name, entry["dsn"], tuple(databases) if databases is not None else None)
+    databases, most = entry.get("databases"), entry.get("max_connections")
+    if most is not None:
+        _check_budget(f"{path}: server {name}", most)
+    return ServerConfig(name, entry["dsn"], tuple(databases) if databases is not None else None, most)
+
+
+def _check_budget(where: str, most: object) -> None:
+    if not isinstance(most, int) or most < LEAST:
+        raise ConfigError(
+            f"{where}: max_connections cannot be {most!r}", f"It is a number of connections, at least {LEAST}."
+        )
 
 
 def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> ServiceConfig:

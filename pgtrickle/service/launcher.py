@@ -17,7 +17,7 @@ from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.engine.beside import Beside
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
-from pgtrickle.service.connections import open_connection
+from pgtrickle.service.connections import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
 from pgtrickle.service.settings import Settings, read_settings
@@ -64,6 +64,7 @@ class Launcher:
     rounds: int = 0
 
     def __post_init__(self) -> None:
+        self.budget = Budget(self.server.dsn, self.server.max_connections)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-launcher-{self.server.name}", daemon=True)
 
@@ -90,7 +91,7 @@ class Launcher:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                with open_connection(self.server.dsn, "launcher") as conn:
+                with self.budget.using("launcher") as conn:
                     self._watch(conn)
             except psycopg.OperationalError as error:
                 self._tell(f"the server cannot be reached: {_first_line(error)}")
@@ -157,7 +158,7 @@ class Launcher:
     def _try(self, name: str, watched: Watched) -> None:
         """Start a scheduler if the database has a catalog that this release knows, and is not switched off."""
         try:
-            with open_connection(self.server.dsn, "launcher", name) as conn:
+            with self.budget.using("launcher", name) as conn:
                 obstacle = _obstacle(conn)
                 crowded = self._crowded()
                 if obstacle is None:
@@ -180,7 +181,7 @@ class Launcher:
             return
         if watched.tended is None:
             workers = Workers(
-                self.server.dsn,
+                self.budget,
                 name,
                 self.service_id,
                 connections=self.watch.connections,

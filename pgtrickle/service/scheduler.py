@@ -22,7 +22,7 @@ from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.lease import Lease
 from pgtrickle.engine.sets import Sets
-from pgtrickle.service.connections import open_connection
+from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag
 from pgtrickle.service.pool import Pool, Task
@@ -85,6 +85,7 @@ class Scheduler:
         self.database, self.service_id = self.workers.database, self.workers.service_id
         self.counters = self.tended.counters
         self._busy, self._lock = self.tended.busy, self.tended.lock
+        self._seat = Seat(self.workers.budget, "scheduler", self.database)
         self._stop = threading.Event()
         self._waker: Waker | None = None  # while it runs
         self._hungry = False  # something is due and cannot be begun before something else ends
@@ -121,56 +122,67 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with Waker() as self._waker, open_connection(self.workers.dsn, "scheduler", self.database) as conn:
-                self._serve(conn, self._waker)
+            with Waker() as self._waker:
+                self._serve(self._waker)
         except BaseException as error:  # told by the launcher, who starts another one
             self.failure = error
         finally:
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
+            self._seat.close()
             self.workers.close_idle(0)
 
-    def _serve(self, conn: psycopg.Connection[Any], waker: Waker) -> None:
-        lease = Lease(conn, self.service_id, "service", self.lease_seconds)
-        lease.ensure()
+    def _serve(self, waker: Waker) -> None:
+        with self._seat.use() as conn:
+            lease = Lease(conn, self.service_id, "service", self.lease_seconds)
+            lease.ensure()
+            attached = self._begin(conn)
+        listening = 0  # the connection that does
+        try:
+            while not self._stop.is_set():
+                begin = time.monotonic()
+                with self._seat.use() as conn:
+                    settings = read_settings(conn)
+                    if settings.attached != attached:
+                        log.info("settings were attached anew: reconnecting", extra={"database": self.database})
+                        raise ReconnectError
+                    if not settings.enabled:
+                        return
+                    if settings.pooler == "transaction":
+                        be_pooled(conn)
+                    self._hears = settings.listens(conn)
+                    listens = self._seat.opened if settings.wakes and self._hears and not self._seat.rests else 0
+                    if listens != listening:
+                        conn.execute("LISTEN pgtrickle_wake" if listens else "UNLISTEN *")
+                        listening = listens
+                    due_in = self.tick(conn, settings)
+                self.counters.ticks += 1
+                self.counters.tick_seconds += time.monotonic() - begin
+                self._wait(waker, settings, min(begin + settings.interval, time.monotonic() + due_in))
+        finally:
+            if not self._busy and not self._seat.broken:
+                with self._seat.use() as conn:
+                    lease.conn = conn
+                    lease.end()
+
+    def _begin(self, conn: psycopg.Connection[Any]) -> Mapping[str, str]:
+        """Leave nothing of the scheduler before this one; gives the settings that are attached."""
         # What the scheduler before this one had waiting was dropped with it.
         conn.execute(
             "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
             (self.service_id,),
         )
-        attached = read_settings(conn).attached
         conn.execute("SELECT pgtrickle._settle_schedules()")
-        listening = False
-        try:
-            while not self._stop.is_set():
-                begin = time.monotonic()
-                settings = read_settings(conn)
-                if settings.attached != attached:
-                    log.info("settings were attached anew: reconnecting", extra={"database": self.database})
-                    raise ReconnectError
-                if not settings.enabled:
-                    return
-                if settings.pooler == "transaction":
-                    be_pooled(conn)
-                self._hears = settings.listens(conn)
-                listens = settings.wakes and self._hears
-                if listens != listening:
-                    conn.execute("LISTEN pgtrickle_wake" if listens else "UNLISTEN *")
-                    listening = listens
-                due_in = self.tick(conn, settings)
-                self.counters.ticks += 1
-                self.counters.tick_seconds += time.monotonic() - begin
-                self._wait(conn, waker, settings, min(begin + settings.interval, time.monotonic() + due_in))
-        finally:
-            if not conn.closed and not conn.broken and not self._busy:
-                lease.end()
+        return read_settings(conn).attached
 
-    def _wait(self, conn: psycopg.Connection[Any], waker: Waker, settings: Settings, deadline: float) -> None:
+    def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
         """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            if waker.sleep(conn, min(left, BEAT_SECONDS, self.lease_seconds / 3)):
+            if waker.sleep(self._seat.held, min(left, BEAT_SECONDS, self.lease_seconds / 3)):
                 return
-            self._beat(conn, settings)
+            if deadline - time.monotonic() > 0:
+                with self._seat.use() as conn:
+                    self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
 
@@ -385,7 +397,7 @@ class Scheduler:
 
     def _settle(self) -> None:
         try:
-            with open_connection(self.workers.dsn, "sets", self.database) as conn:
+            with self.workers.budget.using("sets", self.database) as conn:
                 Sets(Elsewhere(conn, self.watch.connections)).settle()
         finally:
             self._settling = False

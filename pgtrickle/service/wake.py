@@ -24,12 +24,13 @@ class Waker:
         with suppress(OSError):  # full: it was woken already; closed: nobody sleeps any more
             self._theirs.send(b".")
 
-    def sleep(self, conn: psycopg.Connection[Any], seconds: float) -> bool:
+    def sleep(self, conn: psycopg.Connection[Any] | None, seconds: float) -> bool:
         """Whether somebody woke us before the time was over."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._mine, selectors.EVENT_READ)
-            selector.register(conn, selectors.EVENT_READ)
+            if conn is not None:
+                selector.register(conn, selectors.EVENT_READ)
             while (left := deadline - time.monotonic()) > 0:
                 ready = [key.fileobj for key, _ in selector.select(left)]
                 if self._mine in ready:
@@ -38,7 +39,7 @@ class Waker:
                             pass
                     return True
                 # Anything else that a server sends by itself, a notice or its farewell, wakes nobody: the latter is an error.
-                if conn in ready and any(True for _ in conn.notifies(timeout=0, stop_after=1)):
+                if conn is not None and conn in ready and any(True for _ in conn.notifies(timeout=0, stop_after=1)):
                     return True
         return False
 

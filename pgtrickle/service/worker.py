@@ -24,7 +24,7 @@ from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import FuseBlownError
 from pgtrickle.service.broker import Broker
-from pgtrickle.service.connections import open_connection
+from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings
 from pgtrickle.service.units import Unit
 
@@ -36,7 +36,7 @@ IDLE_SECONDS = 60.0
 class Workers:
     """The connections over which the stream tables of one database are refreshed; kept while there is work."""
 
-    dsn: str
+    budget: Budget
     database: str
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
@@ -71,23 +71,32 @@ class Workers:
             old = [engine for since, engine in self._idle if now - since >= seconds]
             self._idle = [(since, engine) for since, engine in self._idle if now - since < seconds]
         for engine in old:
-            engine.conn.close()
+            if self.budget.resume(engine.conn):
+                self.budget.close(engine.conn)
 
     @contextmanager
     def _engine(self, name: str) -> Iterator[Engine]:
-        with self._lock:
-            engine = self._idle.pop()[1] if self._idle else None
-        if engine is None or engine.conn.closed:
-            conn = open_connection(self.dsn, name, self.database)
+        engine = self._rested()
+        if engine is None:
+            conn = self.budget.open(name, self.database)
             lease = KeptElsewhere(self.service_id)
             engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, beside=self.beside)
         try:
             yield engine
         except BaseException:
-            engine.conn.close()  # whatever state it is in
+            self.budget.close(engine.conn)  # whatever state it is in
             raise
         with self._lock:
             self._idle.append((time.monotonic(), engine))
+        self.budget.rest(engine.conn)
+
+    def _rested(self) -> Engine | None:
+        """An engine whose connection is still there."""
+        while True:
+            with self._lock:
+                engine = self._idle.pop()[1] if self._idle else None
+            if engine is None or self.budget.resume(engine.conn):
+                return engine
 
     def _tell(self, conn: psycopg.Connection[Any], job: int, outcome: Outcome, notifies: bool) -> None:
         error = next(iter(outcome.failures.values()), None)

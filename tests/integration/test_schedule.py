@@ -12,6 +12,7 @@ import psycopg
 import pytest
 
 import pgtrickle
+from pgtrickle.service.connections import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings
@@ -44,7 +45,7 @@ def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]
 @pytest.fixture
 def scheduler(database: TestDatabase) -> Scheduler:
     """Without a worker, so that what it begins stays where it can be seen."""
-    return Scheduler(Tended("test", Workers(database.dsn, database.name, uuid.uuid4())), Pool(0), 30.0)
+    return Scheduler(Tended("test", Workers(Budget(database.dsn), database.name, uuid.uuid4())), Pool(0), 30.0)
 
 
 def due_after(conn: Connection, name: str, seconds: int) -> None:
