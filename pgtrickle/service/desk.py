@@ -6,6 +6,7 @@ The snapshot is held for a while: others read whatever else they need under it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -34,7 +35,8 @@ from pgtrickle.errors import PgtrickleError
 log = logging.getLogger("pgtrickle.broker")
 
 HELD = 2  # cuts, the last ones
-HELD_TICKS = 3.0  # after which a cut is given up although no other came
+HELD_TICKS = 2.0  # after which a cut is given up although no other came
+LOOK_SECONDS = 0.5  # between looks at the lease, and at cuts that are to be given up
 FORGET_SECONDS = 60.0  # after which a database that nobody asks about is left
 LARGE = 64 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
 MOST_COLUMNS = 1000
@@ -62,7 +64,6 @@ class _Held:
     """A cut, and the transaction that holds it."""
 
     offer: Offer
-    seen: Snapshot
     began: float
     stack: ExitStack
 
@@ -89,12 +90,15 @@ class Desk:
         self._elected_until = 0.0
         self._number = 0
         self._changed = threading.Condition()
-        self._stop = threading.Event()
+        self._stopped = False
+        self._last = -math.inf  # when the last cut began
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-broker-{self.name}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        self._stop.set()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
         self._thread.join(5.0)
 
     @property
@@ -107,10 +111,11 @@ class Desk:
         with self._changed:
             used = max((self._used.get(consumer, 0) for consumer in consumers), default=0)
             while not self.cuts or self.cuts[-1].offer.number <= used:
-                self._wanted = True
                 left = deadline - time.monotonic()
                 if left <= 0 or self._elected_until < time.monotonic():
                     return None
+                self._wanted = True
+                self._changed.notify_all()
                 self._changed.wait(left)
             offer = self.cuts[-1].offer
             self._used |= dict.fromkeys(consumers, offer.number)
@@ -125,33 +130,37 @@ class Desk:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.is_set() and time.monotonic() - self.asked < FORGET_SECONDS:
-            begin = time.monotonic()
+        while not self._stopped and time.monotonic() - self.asked < FORGET_SECONDS:
             try:
                 self._round()
             except (psycopg.Error, PgtrickleError) as error:
                 log.info("no cut for others: %s", error, extra={"database": self.name})
                 self._release(0)
-            self._stop.wait(max(0.01, begin + self.interval - time.monotonic()))
+                self._wanted = False
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._is_due(), LOOK_SECONDS)
         self._release(0)
 
+    def _is_due(self) -> bool:
+        """Whether somebody waits for a cut, and the last one is a tick ago."""
+        return self._wanted and time.monotonic() - self._last >= self.interval
+
     def _round(self) -> None:
-        """One tick: stay elected, and take a cut where there is something new or somebody waits."""
+        """Stay elected, and take a cut where somebody waits for one."""
         with self.connections.open(self.name, self.dsn) as conn, told(self.name):
             if not self._elected(conn):
                 self._release(0)
                 return
-            wanted = self._wants(conn)
-            news = self._has_news(conn, wanted)
-        if wanted and (news or self._wanted):
+            wanted = self._wants(conn) if self._is_due() else []
+        if wanted:
             held = self._cut(wanted)
             with self._changed:
                 self.cuts.append(held)
-                self._wanted = False
+                self._wanted, self._last = False, held.began
                 self._changed.notify_all()
             self._release(HELD)
             self._report(held, wanted)
-        elif self.cuts and time.monotonic() - self.cuts[-1].began > HELD_TICKS * self.interval:
+        elif self.cuts and time.monotonic() - self._last > HELD_TICKS * self.interval:
             self._release(0)
 
     def _elected(self, conn: psycopg.Connection[Any]) -> bool:
@@ -179,14 +188,6 @@ class Desk:
         with conn.cursor(row_factory=dict_row) as cursor:
             return [Wanted(**row) for row in cursor.execute(load_query("broker_wants"))]
 
-    def _has_news(self, conn: psycopg.Connection[Any], wanted: Sequence[Wanted]) -> bool:
-        known = self.cuts[-1].seen if self.cuts else None
-        rows = conn.execute(
-            "SELECT DISTINCT xid FROM pgtrickle_changes.pgt_activity WHERE source_stable_name = ANY (%s)",
-            ([one.stable_name for one in wanted],),
-        ).fetchall()
-        return any(known is None or not known.sees(xid) for (xid,) in rows)
-
     def _cut(self, wanted: Sequence[Wanted]) -> _Held:
         """Lock the sources, take the snapshot, read what changed; the transaction stays open."""
         began = time.monotonic()
@@ -200,9 +201,6 @@ class Desk:
                 conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
                 tables = sql.SQL(", ").join(sql.Identifier(one.schema, one.name) for one in wanted)
                 conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
-                row = conn.execute("SELECT pg_current_snapshot()::text").fetchone()
-                assert row is not None
-                seen = Snapshot.parse(row[0])
                 settings = wanted[0].settings
                 sources: dict[str, Offered] = {}
                 self._number += 1
@@ -211,7 +209,7 @@ class Desk:
                     if base is not None and one.settings == settings:
                         sources[one.stable_name] = Offered(base, *_read(conn, one, base))
                 offer = Offer(self._number, self.node, export(conn), settings, sources)
-            return _Held(offer, seen, began, stack.pop_all())
+            return _Held(offer, began, stack.pop_all())
 
     def _report(self, held: _Held, wanted: Sequence[Wanted]) -> None:
         """What the scan found, for broker_status()."""

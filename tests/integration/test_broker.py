@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import psycopg
+import pyarrow as pa
 import pytest
 
+import pgtrickle
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.embedded.server import EmbeddedServer
+from pgtrickle.engine.offers import Offered
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until
 
@@ -88,11 +91,10 @@ def test_an_expression_that_fails_is_the_matter_of_who_wants_it(shop: Hub) -> No
 
 def test_who_drops_its_stream_tables_leaves_the_registry(shop: Hub) -> None:
     with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
-        shop.change(1)
-        shop.await_exact()
+        for number in (1, 2, 3):
+            shop.change(number)
+            shop.await_exact()
         until(lambda: is_brokered(shop))
-    import pgtrickle
-
     with pgtrickle.connect(shop.homes[0].dsn) as db:
         for name in QUERIES:
             db.drop_stream_table(name)
@@ -112,10 +114,6 @@ def test_only_the_service_role_sees_the_token(shop: Hub) -> None:
 
 
 def test_an_offer_serves_whoever_is_not_behind_its_base() -> None:
-    import pyarrow as pa
-
-    from pgtrickle.engine.offers import Offered
-
     rows = pa.table({"xid": [80, 95, 100, 105], "w": [1, 1, -1, 1]})
     offered = Offered(Snapshot(80, 90, (80,)), {}, rows)
     assert offered.serves(Snapshot(90, 100, ()))

@@ -37,7 +37,7 @@ BEGIN
             _register_interest.conditions, _register_interest.settings)
     ON CONFLICT ON CONSTRAINT pgt_broker_entries_pkey DO UPDATE
     SET database = excluded.database, settings = excluded.settings, expressions = e.expressions || excluded.expressions,
-        conditions = (SELECT jsonb_agg(DISTINCT c) FROM jsonb_array_elements(e.conditions || excluded.conditions) AS c);
+        conditions = (SELECT coalesce(jsonb_agg(DISTINCT c), '[]') FROM jsonb_array_elements(e.conditions || excluded.conditions) AS c);
     RETURN true;
 END
 $$;
