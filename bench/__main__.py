@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench import fusion, isolation, many, quotas, refresh, steady, tick, write_cost
+from bench import broker, fusion, isolation, many, quotas, refresh, steady, tenants, tick, write_cost
 from bench.dataset import QUERIES
 from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -132,6 +132,25 @@ def steady_command(rate: int, seconds: float, out: Path) -> None:
 def quotas_command(seconds: float, out: Path) -> None:
     """How long changes of quiet databases wait beside one that floods."""
     _measure(quotas, lambda bench, say: quotas.run(bench, seconds, say), out / "quotas.png")
+
+
+@main.command("broker")
+@click.option("--seconds", default=30.0, show_default=True, help="Without and with the broker, each, in every cycle.")
+@click.option("--repeat", default=2, show_default=True)
+@_out
+def broker_command(seconds: float, repeat: int, out: Path) -> None:
+    """What the refresh broker saves a database that ten others read."""
+    _measure(broker, lambda bench, say: broker.run(bench, seconds, repeat, say), out / "broker.png")
+
+
+@main.command("tenants")
+@click.option("--databases", default=100, show_default=True)
+@click.option("--connections", default=20, show_default=True, help="That the service may have to the server.")
+@click.option("--seconds", default=60.0, show_default=True)
+@_out
+def tenants_command(databases: int, connections: int, seconds: float, out: Path) -> None:
+    """One service for many databases, with fewer connections."""
+    _measure(tenants, lambda bench, say: tenants.run(bench, databases, connections, seconds, say), out / "tenants.png")
 
 
 @main.command("isolation")

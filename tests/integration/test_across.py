@@ -109,6 +109,19 @@ def test_what_cannot_be_is_refused_with_the_reason(three: Three, db: pgtrickle.D
     assert db.stream_tables() == []
 
 
+def test_two_tables_of_one_schema(three: Three, db: pgtrickle.Database) -> None:
+    three.conns["crm"].execute("CREATE TABLE visits (id int PRIMARY KEY, customer int)")
+    three.conns["crm"].execute("INSERT INTO visits SELECT i, i % 30 FROM generate_series(1, 50) AS i")
+    db.create_stream_table(
+        "seen", "SELECT v.id, c.region FROM crm.public.visits AS v JOIN crm.public.customers AS c ON c.id = v.customer"
+    )
+    three.conns["crm"].execute("UPDATE visits SET customer = 1 WHERE id < 20")
+    assert db.refresh("seen")[0].action == "DIFFERENTIAL"
+    query = "SELECT v.id, c.region FROM visits AS v JOIN customers AS c ON c.id = v.customer"
+    expected = three.conns["crm"].execute(query).fetchall()
+    assert sorted(three.conns["home"].execute("SELECT id, region FROM seen").fetchall()) == sorted(expected)
+
+
 def test_names_in_three_parts_are_found_where_sql_has_them(three: Three, db: pgtrickle.Database) -> None:
     query = """
     SELECT customers.id, 'crm.public.customers' AS "crm.public.x", -- crm.public.nobody

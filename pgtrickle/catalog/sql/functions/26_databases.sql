@@ -362,7 +362,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF key <> 'null' THEN
-        EXECUTE format('ALTER TABLE %s ADD CONSTRAINT pgtrickle_key PRIMARY KEY (%s)', stand_in,
+        EXECUTE format('ALTER TABLE %s ADD PRIMARY KEY (%s)', stand_in,
                        (SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM jsonb_array_elements_text(key) WITH ORDINALITY AS u (k, n)));
     END IF;
 END
@@ -378,6 +378,7 @@ DECLARE
     database text := (SELECT f.database FROM pgtrickle.pgt_foreign_tables AS f WHERE f.relid = stand_in);
     result jsonb := '[]';
     col jsonb;
+    former name;
 BEGIN
     IF NOT same THEN -- in a table that was made anew columns are known by their names
         known := (SELECT jsonb_agg(k || jsonb_build_object('attnum', coalesce(
@@ -388,7 +389,10 @@ BEGIN
     FOR col IN SELECT jsonb_array_elements(known) LOOP
         EXECUTE format('ALTER TABLE %s RENAME COLUMN %I TO %I', stand_in, col ->> 'name', '__pgt_' || (col ->> 'attnum'));
     END LOOP;
-    EXECUTE format('ALTER TABLE %s DROP CONSTRAINT IF EXISTS pgtrickle_key', stand_in);
+    former := (SELECT c.conname FROM pg_constraint AS c WHERE c.conrelid = stand_in AND c.contype = 'p');
+    IF former IS NOT NULL THEN
+        EXECUTE format('ALTER TABLE %s DROP CONSTRAINT %I', stand_in, former);
+    END IF;
     FOR col IN SELECT jsonb_array_elements(definition -> 'columns') LOOP
         IF EXISTS (SELECT FROM jsonb_array_elements(known) AS k
                    WHERE k - '{name,not_null,generated}'::text[] = col - '{name,not_null,generated}'::text[]) THEN
