@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
+# Repeated through PgBouncer in transaction mode: the command line, and the service.
+POOLED := tests/e2e/test_cli.py tests/e2e/test_cli_refresh.py tests/e2e/test_cli_operate.py tests/integration/test_service.py
 
 export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYSPARK_DRIVER_PYTHON := $(PYSPARK_PYTHON)
@@ -37,6 +39,7 @@ lint: $(STAMP) ## Check style and types
 test: lint java ## Check style and types, then run all tests that take seconds, on PostgreSQL 18, 16 and 15
 	scripts/install-pgbouncer
 	$(PYTEST) -n $(WORKERS) --dist loadfile
+	$(PYTEST) -n $(WORKERS) --dist loadfile --pooler $(POOLED)
 	scripts/test-versions $(PYTEST) -n $(WORKERS) --dist loadfile
 
 test-long: $(STAMP) java ## Run the tests that take minutes

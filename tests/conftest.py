@@ -14,7 +14,7 @@ import pytest
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
-from tests.support.pgbouncer import Pooler, pooler_before
+from tests.support.pgbouncer import Pooler, pgbouncer_program, pooler_before
 from tests.support.three import Three, three_databases
 
 VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
@@ -31,6 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure() -> None:
     # What a script starts in the background ignores Ctrl-C; so would the commands that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items if config.getoption("--pooler") else ():
+        if pgbouncer_program() is None:
+            item.add_marker(pytest.mark.skip("PgBouncer is not installed (on Debian: apt-get install pgbouncer)"))
+        elif (direct := item.get_closest_marker("direct")) is not None:
+            item.add_marker(pytest.mark.skip(f"without a pooler only: {direct.args[0]}"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

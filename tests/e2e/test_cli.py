@@ -265,6 +265,7 @@ def test_an_unreachable_server_is_exit_code_4_and_no_password_is_shown() -> None
         assert f"port {port} failed" in fail(4, None, "list", PGHOST="127.0.0.1", PGPORT=str(port), PGPASSWORD="s3cret")
 
 
+@pytest.mark.direct("PgBouncer here asks for no password")
 def test_a_wrong_password_is_exit_code_4(shop: TestDatabase) -> None:
     guest = shop.create_role("guest")
     with _password_required(shop, guest, "r1ght"):
@@ -296,6 +297,7 @@ def test_libpq_variables_name_the_database(shop: TestDatabase) -> None:
     assert json.loads(succeed(None, "list", "--json", **where)) == []
 
 
+@pytest.mark.direct("doctor finds the pooler too")
 @pytest.mark.pgversions
 def test_doctor_finds_what_is_wrong_and_says_what_to_do(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
@@ -339,6 +341,7 @@ def _stable_name(conn: psycopg.Connection) -> str:
     return str(row[0])
 
 
+@pytest.mark.direct("doctor finds the pooler too")
 def test_doctor_looks_at_the_catalog_itself(database: TestDatabase, conn: psycopg.Connection) -> None:
     done = cli(database.dsn, "doctor")
     assert done.returncode == 1

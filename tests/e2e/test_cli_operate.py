@@ -206,6 +206,7 @@ def test_tune_says_what_the_servers_configuration_overrules(shop: TestDatabase) 
     assert "pg_trickle.scheduler_interval_ms: stays 300, set for the database" in text
 
 
+@pytest.mark.direct("PgBouncer takes no start-up options")
 def test_tune_sets_all_or_nothing(shop: TestDatabase, conn: psycopg.Connection) -> None:
     stranger = shop.create_role("stranger")
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="may not change the setting"):

@@ -1,4 +1,4 @@
-"""The other queries of the corpus in eight rounds, placement spark; all of them in the long run."""
+"""The other queries of the corpus in four rounds, placement spark; all of them in the long run."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import pytest
 
 from tests.support.corpus import half_of_corpus, load_corpus
 from tests.support.database import TestDatabase
-from tests.support.oracle_rounds import SHARED_ROUNDS, run_rounds
+from tests.support.oracle_rounds import SHARED_ROUNDS, SOME_ROUNDS, run_rounds
 
 SEED = 20261116
 
 
 def test_half_of_the_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
-    assert run_rounds(database, half_of_corpus("spark"), "spark", SEED)
+    assert run_rounds(database, half_of_corpus("spark"), "spark", SEED, SOME_ROUNDS)
 
 
 @pytest.mark.long
 def test_the_whole_corpus_is_exact_after_every_round(database: TestDatabase) -> None:
-    assert run_rounds(database, load_corpus(), "spark", SEED + 1, SHARED_ROUNDS)
+    assert run_rounds(database, load_corpus(), "spark", SEED + 1, shared=SHARED_ROUNDS)
