@@ -39,8 +39,10 @@ from pgtrickle.errors import (
     DatabaseFailedError,
     InvalidQueryError,
     NotDifferentiableError,
+    NotInTimeError,
     PgtrickleError,
     PrivilegeError,
+    RefreshError,
     StreamTableExistsError,
     StreamTableNotFoundError,
 )
@@ -402,6 +404,27 @@ class Database:
             self.conn.execute(
                 "CALL pgtrickle.wait_until_fresh(%s, make_interval(secs => %s))", (name, timeout), prepare=False
             )
+
+    def request_refresh(self, name: str, *, key: str | None = None) -> int:
+        """Ask the service for a refresh; gives the request's id. Under a key that was used before it is the same one."""
+        require_installed(self.conn)
+        with _clear_errors(name):
+            row = self.conn.execute("SELECT pgtrickle.manual_refresh(%s, %s)", (name, key)).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def wait_for_request(self, name: str, request: int, timeout: float = 60.0) -> None:
+        """Return when a request is done; raises what went wrong, or that it was not done in time."""
+        try:
+            self.conn.execute(
+                "CALL pgtrickle._await(%s, %s, clock_timestamp() + make_interval(secs => %s), make_interval(secs => %s))",
+                (name, request, timeout, timeout),
+                prepare=False,
+            )
+        except psycopg.errors.QueryCanceled as error:
+            raise NotInTimeError(error.diag.message_primary or str(error), error.diag.message_hint) from error
+        except psycopg.errors.ExternalRoutineException as error:
+            raise RefreshError(error.diag.message_primary or str(error), error.diag.message_hint) from error
 
     def pause(self) -> None:
         """Start no refresh in this database any more; what runs is finished, changes go on being captured."""

@@ -70,6 +70,10 @@ class RefreshError(PgtrickleError):
     """A refresh failed; the stream table still holds what the last successful one left."""
 
 
+class NotInTimeError(RefreshError):
+    """A service did not do in time what it was asked for; the request still stands."""
+
+
 class RefreshConflictError(RefreshError):
     """Another process refreshes the stream table, or took it over while this one was at work."""
 

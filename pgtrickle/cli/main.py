@@ -20,9 +20,10 @@ from pgtrickle.cli.run import run
 from pgtrickle.cli.tables import alter, create, drop
 from pgtrickle.cli.top import top
 from pgtrickle.cli.tune import tune
-from pgtrickle.errors import ConnectionFailedError, PgtrickleError, RefreshConflictError
+from pgtrickle.errors import ConnectionFailedError, NotInTimeError, PgtrickleError, RefreshConflictError
 
-FAILED, CONFLICT, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
+FAILED, CONFLICT, UNREACHABLE, LATE, INTERRUPTED = 1, 3, 4, 5, 130
+CODES = {RefreshConflictError: CONFLICT, ConnectionFailedError: UNREACHABLE, NotInTimeError: LATE}
 
 EPILOG = """\b
 Examples:
@@ -87,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _report(error: Exception) -> tuple[str, str | None, int] | None:
     """Message, hint and exit code of an error that is not a bug of ours; None for those."""
     if isinstance(error, PgtrickleError):
-        code = {RefreshConflictError: CONFLICT, ConnectionFailedError: UNREACHABLE}.get(type(error), FAILED)
-        return error.message, error.hint, code
+        return error.message, error.hint, CODES.get(type(error), FAILED)
     # Imported by now if one of their errors is in flight; loading them here would slow down every --help.
     psycopg, pyspark = sys.modules.get("psycopg"), sys.modules.get("pyspark.errors")
     if psycopg is not None and isinstance(error, psycopg.Error):

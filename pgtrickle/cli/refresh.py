@@ -6,26 +6,43 @@ import click
 
 from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
 
+WAIT_SECONDS = 600.0
+
 
 @click.command(
     epilog="""\b
 Examples:
   pgtrickle refresh revenue
   pgtrickle refresh revenue sales.big_orders
-  pgtrickle refresh --all --json"""
+  pgtrickle refresh --all --json
+  pgtrickle refresh revenue --request-id nightly-2026-11-16 --timeout 300     from Airflow, cron and their kin"""
 )
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
 @click.option("--local", is_flag=True, help="Refresh in this process even where a service is running.")
+@click.option(
+    "--request-id", metavar="ID", help="Ask the service, once: repeated under the same id it is the same request."
+)
+@click.option("--timeout", default=WAIT_SECONDS, show_default=True, help="Seconds to wait for the service.")
 @as_json
 @with_dsn
-def refresh(dsn: str | None, names: tuple[str, ...], everything: bool, local: bool, as_json: bool) -> None:
+def refresh(
+    dsn: str | None,
+    names: tuple[str, ...],
+    everything: bool,
+    local: bool,
+    request_id: str | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
     """Bring stream tables up to date, all in one Spark job.
 
     A running service is asked to do it. Without one this process starts Spark, if there is something to compute.
     """
     if bool(names) == everything:
         raise click.UsageError("Name stream tables, or give --all.")
+    if local and request_id is not None:
+        raise click.UsageError("--request-id is for a service, --local for this process.")
     from pgtrickle.cli.refreshing import bring_up_to_date
 
     with open_database(dsn) as database:
@@ -37,7 +54,8 @@ def refresh(dsn: str | None, names: tuple[str, ...], everything: bool, local: bo
                 click.echo(f"suspended, not refreshed: {skipped}", err=True)
         else:
             tables = [database.stream_table(name) for name in names]
-        results = bring_up_to_date(database, {table.name: table.id for table in tables}, local=local)
+        ids = {table.name: table.id for table in tables}
+        results = bring_up_to_date(database, ids, local=local, key=request_id, seconds=timeout)
     if as_json:
         print_json(results)
         return

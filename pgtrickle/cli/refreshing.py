@@ -10,10 +10,10 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgtrickle.api import Database, RefreshResult
+from pgtrickle.cli.refresh import WAIT_SECONDS
 from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
-from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshError
+from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
 
-WAIT_SECONDS = 600.0
 # A service says every few seconds that it is there.
 SERVICE_SEEN = (
     "SELECT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND lease_expires > clock_timestamp())"
@@ -21,11 +21,17 @@ SERVICE_SEEN = (
 
 
 def bring_up_to_date(
-    database: Database, tables: Mapping[str, int], *, initiated_by: str = "MANUAL", local: bool = False
+    database: Database,
+    tables: Mapping[str, int],
+    *,
+    initiated_by: str = "MANUAL",
+    local: bool = False,
+    key: str | None = None,
+    seconds: float = WAIT_SECONDS,
 ) -> list[RefreshResult]:
-    """Refresh stream tables, given as name and id."""
-    if not local and (not _may_refresh(database.conn) or service_seen(database.conn)):
-        return _ask_service(database.conn, tables)
+    """Refresh stream tables, given as name and id. With a key a service is asked in any case, for the same thing once."""
+    if key is not None or (not local and (not _may_refresh(database.conn) or service_seen(database.conn))):
+        return _ask_service(database.conn, tables, key, seconds)
     with quiet_jvm(), RefreshProgress(len(tables)) as progress:
         database.engine.on_step = progress.step
         return database.engine.refresh(list(tables.values()), initiated_by)
@@ -41,7 +47,9 @@ def _may_refresh(conn: psycopg.Connection[Any]) -> bool:
     return bool(_value(conn, "SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')"))
 
 
-def _ask_service(conn: psycopg.Connection[Any], tables: Mapping[str, int]) -> list[RefreshResult]:
+def _ask_service(
+    conn: psycopg.Connection[Any], tables: Mapping[str, int], key: str | None, seconds: float
+) -> list[RefreshResult]:
     warnings: list[str] = []
 
     def notice(diagnostic: psycopg.errors.Diagnostic) -> None:
@@ -49,23 +57,25 @@ def _ask_service(conn: psycopg.Connection[Any], tables: Mapping[str, int]) -> li
 
     conn.add_notice_handler(notice)
     try:
-        requests = {id_: int(_value(conn, "SELECT pgtrickle._request(%s)", id_)) for id_ in tables.values()}
+        requests = {id_: int(_value(conn, "SELECT pgtrickle._request(%s, %s)", id_, key)) for id_ in tables.values()}
     except psycopg.errors.InsufficientPrivilege as error:
         raise PrivilegeError(error.diag.message_primary or str(error), error.diag.message_hint) from error
     finally:
         conn.remove_notice_handler(notice)
     if any("no pgtrickle service" in warning for warning in warnings):
+        why = f"role {conn.info.user} may not refresh by itself" if key is None else "a request id is for one"
         raise RefreshError(
-            f"no service is running, and role {conn.info.user} may not refresh by itself",
+            f"no service is running, and {why}",
             "The request stands: `pgtrickle run --once` with the service's login serves it.",
         )
+    deadline = time.monotonic() + seconds
     for name, id_ in tables.items():
-        _await(conn, name, requests[id_])
+        _await(conn, name, requests[id_], deadline)
     return [_last_result(conn, id_) for id_ in tables.values()]
 
 
-def _await(conn: psycopg.Connection[Any], name: str, request: int) -> None:
-    deadline, pause = time.monotonic() + WAIT_SECONDS, 0.02
+def _await(conn: psycopg.Connection[Any], name: str, request: int, deadline: float) -> None:
+    pause = 0.02
     while True:
         state = conn.execute("SELECT status, error FROM pgtrickle._request_state(%s)", (request,)).fetchone()
         if state is None:
@@ -75,7 +85,7 @@ def _await(conn: psycopg.Connection[Any], name: str, request: int) -> None:
         if state[0] == "FAILED":
             raise RefreshError(f"the service could not refresh {name}: {state[1]}", f"See `pgtrickle history {name}`.")
         if time.monotonic() > deadline or (_may_refresh(conn) and not service_seen(conn)):
-            raise RefreshError(
+            raise NotInTimeError(
                 f"request {request} to refresh {name} was not served: the service is gone or busy",
                 "The request still stands. Look at `pgtrickle doctor`, or refresh here with --local.",
             )

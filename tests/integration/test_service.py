@@ -305,7 +305,9 @@ def test_a_scheduler_that_crashes_again_and_again_is_told_in_the_database(
     database: TestDatabase, shop: Connection
 ) -> None:
     # Between two attempts no service looks after it; during one there is a service, in trouble.
-    health = "SELECT string_agg(detail, '; ') FROM pgtrickle.health_check() WHERE check_name IN ('service', 'scheduler')"
+    health = (
+        "SELECT string_agg(detail, '; ') FROM pgtrickle.health_check() WHERE check_name IN ('service', 'scheduler')"
+    )
     with running_service(database.dsn, database.name) as service:
         until(lambda: value(shop, "SELECT services FROM pgtrickle.health_summary()") == 1)
         shop.execute("ALTER FUNCTION pgtrickle._tier(text, timestamptz) RENAME TO _gone")

@@ -288,14 +288,20 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._file_request(id bigint) RETURNS bigint
+-- Under a key that its author has used before it is the same request; one that failed is filed again.
+CREATE OR REPLACE FUNCTION pgtrickle._file_request(id bigint, key text DEFAULT NULL) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     request bigint;
 BEGIN
     PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'refresh');
-    INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, pgtrickle._caller())
+    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key) VALUES (id, pgtrickle._caller(), key)
+    ON CONFLICT (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL DO UPDATE
+    SET status = CASE r.status WHEN 'FAILED' THEN 'PENDING' ELSE r.status END,
+        error = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.error END,
+        requested_at = CASE r.status WHEN 'FAILED' THEN clock_timestamp() ELSE r.requested_at END,
+        finished_at = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.finished_at END
     RETURNING request_id INTO request;
     PERFORM pgtrickle._wake(format('request %s', request));
     RETURN request;

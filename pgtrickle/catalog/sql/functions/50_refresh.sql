@@ -1,6 +1,6 @@
 -- Asking for a refresh: the service does the work.
 
-CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -10,7 +10,7 @@ BEGIN
         RAISE EXCEPTION 'a standby cannot refresh stream tables'
             USING ERRCODE = 'read_only_sql_transaction', HINT = 'Ask on the primary; the result arrives here by replication.';
     END IF;
-    request := pgtrickle._file_request(id);
+    request := pgtrickle._file_request(id, key);
     PERFORM pgtrickle._warn_without_service();
     RETURN request;
 END
@@ -22,10 +22,21 @@ AS $$
     SELECT pgtrickle._request(pgtrickle._get(name))
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text) RETURNS bigint
+-- For schedulers of others: asked again under the same key (the run of a job, say), it is the same request.
+CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text, request_key text DEFAULT NULL) RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._request(pgtrickle._get(stream_table_name))
+    SELECT pgtrickle._request(pgtrickle._get(stream_table_name), request_key)
+$$;
+
+-- What became of a request of one's own.
+CREATE OR REPLACE FUNCTION pgtrickle.request_status(request bigint)
+RETURNS TABLE (stream_table text, status text, error text, requested_at timestamptz, finished_at timestamptz)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format('%I.%I', s.pgt_schema, s.pgt_name), r.status, r.error, r.requested_at, r.finished_at
+    FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    WHERE r.request_id = request AND r.requested_by = pgtrickle._caller()
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._request_state(request bigint) RETURNS TABLE (status text, error text)
@@ -67,11 +78,11 @@ END
 $$;
 
 -- Files a request, commits it, and returns when it is done.
-CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute')
+CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute', request_key text DEFAULT NULL)
 LANGUAGE plpgsql
 AS $$
 DECLARE
-    request bigint := pgtrickle.refresh_stream_table(name);
+    request bigint := pgtrickle.manual_refresh(name, request_key);
 BEGIN
     COMMIT;
     CALL pgtrickle._await(name, request, pg_catalog.clock_timestamp() + timeout, timeout);
