@@ -54,6 +54,7 @@ class Frontier:
     snapshot: Snapshot
     meaning: str  # changes when a view or function that the query uses is replaced
     databases: Mapping[str, Reflected] = field(default_factory=dict)  # others that it reads, by their names
+    shards: frozenset[int] = frozenset()  # tables of members of sets, by what stands for them
 
     @classmethod
     def from_json(cls, value: dict[str, Any] | None) -> Frontier | None:
@@ -61,12 +62,13 @@ class Frontier:
             return None
         snapshot = replace(Snapshot.parse(value["snapshot"]), passed=value.get("passed"))
         others = {name: Reflected.from_json(one) for name, one in value.get("databases", {}).items()}
-        return cls(value["node"], snapshot, value["meaning"], others)
+        return cls(value["node"], snapshot, value["meaning"], others, frozenset(value.get("shards", ())))
 
     def to_json(self) -> dict[str, Any]:
         passed = {"passed": self.snapshot.passed} if self.snapshot.passed is not None else {}
         others = {"databases": {name: one.to_json() for name, one in self.databases.items()}} if self.databases else {}
-        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning} | passed | others
+        shards = {"shards": sorted(self.shards)} if self.shards else {}
+        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning} | passed | others | shards
 
     def snapshot_of(self, database: str) -> Snapshot | None:
         """Up to which one of its databases is reflected; the empty name is its own."""

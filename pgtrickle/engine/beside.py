@@ -22,11 +22,13 @@ from psycopg import sql
 from pyarrow import ipc
 
 from pgtrickle.engine.copying import copy_out
-from pgtrickle.engine.cut import STATEMENT_TIMEOUT, set_local
+from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
 
 MANY = 8 << 20  # bytes of a change buffer from which it is worth while
 IDLE_SECONDS = 60.0  # after which a process ends
+LIMITS = {"statement_timeout": STATEMENT_TIMEOUT, "lock_timeout": SHARED_LOCK_TIMEOUT}
 _MOST = 2
+_LOST = b""  # instead of an answer: the process is gone
 
 
 @dataclass(frozen=True)
@@ -47,40 +49,52 @@ class Beside:
     def __init__(self, many: int = MANY) -> None:
         self.many = many
         self._free = threading.Semaphore(_MOST)
+        self._lock = threading.Lock()
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def read(self, order: Order) -> pa.Table | None:
         """The rows; None where the process was lost, so that they have to be read here."""
         with self._free:
-            answer = self._ask(self._idle.pop(), order) if self._idle else None
-            if answer is None:
+            rested = self._rested()
+            answer = self._ask(rested, order) if rested is not None else _LOST
+            if answer is _LOST:
                 answer = self._ask(_start(), order)
         if isinstance(answer, psycopg.Error):
             raise answer
-        return ipc.open_stream(answer).read_all() if answer is not None else None
+        return ipc.open_stream(answer).read_all() if isinstance(answer, bytes) and answer is not _LOST else None
 
     def close(self) -> None:
-        while self._idle:
-            _end(self._idle.pop())
+        while (process := self._rested()) is not None:
+            _end(process)
 
-    def _ask(self, process: subprocess.Popen[bytes], order: Order) -> bytes | psycopg.Error | None:
+    def _rested(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _ask(self, process: subprocess.Popen[bytes] | None, order: Order) -> bytes | psycopg.Error | None:
+        if process is None:
+            return _LOST
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             pickle.dump(order, process.stdin)
             process.stdin.flush()
-            answer: bytes | psycopg.Error = pickle.load(process.stdout)
+            answer: bytes | psycopg.Error | None = pickle.load(process.stdout)
         except (EOFError, OSError, pickle.UnpicklingError):
             _end(process)
-            return None
-        self._idle.append(process)
+            return _LOST
+        with self._lock:
+            self._idle.append(process)
         return answer
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start() -> subprocess.Popen[bytes] | None:
     # In a session of its own: Ctrl-C is for the service, which finishes what it has begun.
     command = [sys.executable, "-m", "pgtrickle.engine.beside"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    except OSError:
+        return None
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -89,10 +103,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(order: Order) -> bytes:
+    """In the cut's snapshot. Who gave the order holds locks: nobody who waits for them may be waited for here."""
     with psycopg.connect(order.conninfo, password=order.password) as conn:
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
-        set_local(conn, {"statement_timeout": STATEMENT_TIMEOUT} | dict(order.settings))
+        set_local(conn, LIMITS | dict(order.settings))
         table = copy_out(conn, sql.SQL(order.statement), order.schema)
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, table.schema) as writer:
@@ -108,9 +123,11 @@ def _serve(orders: IO[bytes], answers: IO[bytes]) -> None:
         except EOFError:
             return
         try:
-            answer: bytes | psycopg.Error = _read(order)
-        except psycopg.Error as error:
+            answer: bytes | psycopg.Error | None = _read(order)
+        except psycopg.DataError as error:
             answer = error
+        except psycopg.Error:
+            answer = None  # no connection, no lock, a snapshot that is over: it has to be read there
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
         answers.flush()
 

@@ -71,5 +71,5 @@ def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: p
         data = CopyOut(conn).take()
     if not data:
         return schema.empty_table()
-    read = csv.ReadOptions(column_names=schema.names, block_size=max(1 << 20, len(data) if len(data) < 1 << 28 else 0))
+    read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), 1 << 28))
     return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))

@@ -96,18 +96,27 @@ def _must_start_over(
         return "the database was restored or moved: its transactions are not those of the frontier"
     if known.meaning != now.meaning:
         return "a view or function that the query uses was replaced, or the guard of the table was switched off"
+    if (reason := _other_members(sources, known)) is not None:
+        return reason
     for source in sources:
-        if (
-            source.database
-            and not source.resting
-            and not source.joined
-            and (reason := _forgotten(source, known, now)) is not None
-        ):
+        read_before = bool(source.database) and not source.resting and not source.joined
+        if read_before and (reason := _forgotten(source, known, now)) is not None:
             return reason
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
         if source.captured and source.signature != source.known_signature and not source.joined:
             return f"capture triggers or partitions of {source.label} changed"
+    return None
+
+
+def _other_members(sources: Sequence[Source], known: Frontier) -> str | None:
+    """Why what is stored is not of the members that the sets have now; a database that is new to it joins by itself."""
+    shards = {source.relid for source in sources if source.shard}
+    if known.shards - shards:
+        return "a database left the set"
+    for source in sources:
+        if source.shard and source.relid not in known.shards and source.database in known.databases:
+            return f"{source.label} became part of a set"
     return None
 
 

@@ -8,7 +8,7 @@ next one starts over if the proof is gone. The same row keeps the changes that t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +21,10 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.offers import Brokers, Interest, Offer
+from pgtrickle.engine.offers import Brokers, Interest
 from pgtrickle.engine.other_cut import ForeignSource, OtherCut, end_cut, take_offered_cut, take_other_cut
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
-from pgtrickle.errors import DatabaseFailedError, PgtrickleError
+from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.work import Work
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 V = TypeVar("V")
+OFFERS = 2
 AT_ONCE = 8  # databases that are asked at the same time
 
 
@@ -80,6 +81,9 @@ class Elsewhere:
         """
         self._join(works)
         sources = self.sources(works)
+        if not sources:
+            yield {}
+            return
         for work in works:
             work.foreign = [source for source in sources if source.pgt_id == work.row.pgt_id]
         wanted = {name: [one for one in sources if one.database == name] for name in {one.database for one in sources}}
@@ -91,7 +95,7 @@ class Elsewhere:
                 del wanted[database]
                 self._lose(looked[database], database, works)
             shared = wanted.keys() - _read_whole(works) if self.brokers is not None else set()
-            for database, found in _at_once(partial(self._enter, dsns, shared), wanted).items():
+            for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
                     self._lose(found, database, works)
                 else:
@@ -107,7 +111,9 @@ class Elsewhere:
                 }
             yield cuts
 
-    def _dsns(self, names: Iterable[str]) -> dict[str, str]:
+    def _dsns(self, names: Collection[str]) -> dict[str, str]:
+        if not names:
+            return {}
         rows = self.home.execute(
             "SELECT n, pgtrickle._dsn_of(n) FROM unnest(%s::text[]) AS n", (sorted(names),)
         ).fetchall()
@@ -120,12 +126,17 @@ class Elsewhere:
         readers = {source.consumer: source.pgt_id for source in sources}
         known = {work.row.pgt_id: _known(work, database) for work in works}
         with self.connections.open(database, dsns[database]) as conn, told(database):
-            rows = conn.execute("SELECT consumer, state, xids FROM pgtrickle._look(%s)", (list(readers),)).fetchall()
+            rows = conn.execute(
+                "SELECT consumer, state, xids, relids, proofs FROM pgtrickle._look(%s)", (list(readers),)
+            ).fetchall()
         if len(rows) < len(readers):
             return True
-        for consumer, state, xids in rows:
+        for consumer, state, xids, relids, proofs in rows:
             reflected = known[readers[consumer]]
+            tables = {source.there for source in sources if source.consumer == consumer}
             if reflected is None or self.connections.looks.get((dsns[database], consumer)) != state:
+                return True
+            if tables != set(relids) or not all(reflected.proof in each for each in proofs):
                 return True
             if not all(reflected.snapshot.sees(xid) for xid in xids):
                 return True
@@ -134,17 +145,44 @@ class Elsewhere:
     def _lose(self, found: Exception | bool, database: str, works: Sequence[Work]) -> None:
         """A member of a set that cannot be reached stays as it was last read, for stream tables that want it so."""
         if isinstance(found, Exception):
-            self._note(found, [work for work in works if database in work.row.databases and not _keeps(work, database)])
+            lost = isinstance(found, DatabaseFailedError | SourceLockedError)
+            readers = [work for work in works if database in work.row.databases]
+            self._note(found, [work for work in readers if not (lost and _keeps(work, database))])
 
     def _enter(
-        self, dsns: Mapping[str, str], shared: Collection[str], database: str, sources: Sequence[ForeignSource]
+        self,
+        works: Sequence[Work],
+        dsns: Mapping[str, str],
+        shared: Collection[str],
+        database: str,
+        sources: Sequence[ForeignSource],
     ) -> tuple[AbstractContextManager[OtherCut], OtherCut]:
-        offer = None
-        if self.brokers is not None and database in shared:
-            consumers = sorted({source.consumer for source in sources})
-            offer = self.brokers.offer(database, dsns[database], sources[0].node, consumers)
-        cut = self._cut(database, dsns[database], sources, offer)
+        proofs: dict[str, str] = {}
+        if database in shared:
+            readers = {source.pgt_id: source.consumer for source in sources}
+            known = {readers[work.row.pgt_id]: _known(work, database) for work in works if work.row.pgt_id in readers}
+            proofs = {consumer: one.proof for consumer, one in known.items() if one is not None}
+        cut = self._cut(database, dsns[database], sources, proofs)
         return cut, cut.__enter__()
+
+    def _take_offered(
+        self,
+        conn: psycopg.Connection[Any],
+        database: str,
+        dsn: str,
+        sources: Sequence[ForeignSource],
+        proofs: Mapping[str, str],
+    ) -> OtherCut | None:
+        """A cut that a broker offers; the next one, where the first was taken before somebody had proved his last."""
+        assert self.brokers is not None
+        for _ in range(OFFERS):
+            offer = self.brokers.offer(database, dsn, sources[0].node, sorted(proofs))
+            if offer is None:
+                return None
+            cut = take_offered_cut(conn, database, sources, offer, proofs)
+            if cut is not None:
+                return cut
+        return None
 
     def want(self, works: Sequence[Work]) -> None:
         """Let brokers read what was not offered, from now on."""
@@ -176,20 +214,23 @@ class Elsewhere:
 
     def remember(self, works: Sequence[Work]) -> None:
         """What members of sets were like when these stream tables were refreshed."""
-        dsns = self._dsns({name for work in works for name in work.looks})
+        try:
+            dsns = self._dsns({name for work in works for name in work.looks})
+        except psycopg.errors.UndefinedObject:
+            return  # one was removed meanwhile: all are cut once more
         for work in works:
             for database, state in work.looks.items():
                 self.connections.looks[dsns[database], work.foreign[0].consumer] = state
 
     @contextmanager
     def _cut(
-        self, database: str, dsn: str, sources: Sequence[ForeignSource], offer: Offer | None
+        self, database: str, dsn: str, sources: Sequence[ForeignSource], proofs: Mapping[str, str]
     ) -> Iterator[OtherCut]:
         with self.connections.open(database, dsn) as conn:
             try:
                 with told(database):
                     check_catalog(conn, database)
-                    cut = take_offered_cut(conn, database, sources, offer) if offer is not None else None
+                    cut = self._take_offered(conn, database, dsn, sources, proofs) if proofs else None
                     if cut is None:
                         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                         cut = take_other_cut(conn, database, sources)
@@ -204,7 +245,9 @@ class Elsewhere:
                 try:
                     self._look_again(source)
                 except (psycopg.Error, PgtrickleError) as error:
-                    self._note(error, [work])
+                    kept = source.shard and work.row.lost_members == "keep"
+                    if not (kept and isinstance(error, DatabaseFailedError)):
+                        self._note(error, [work])
 
     def _look_again(self, source: ForeignSource) -> None:
         """At the table that it was, whatever it is called now; in another database, or made anew, at the one of that name."""
@@ -334,7 +377,7 @@ class Elsewhere:
                     "SELECT pgtrickle._purge(n) FROM unnest(%s::text[]) AS n",
                     (sorted(name for name in names if name is not None),),
                 )
-            except (psycopg.OperationalError, DatabaseFailedError):
+            except (psycopg.OperationalError, psycopg.errors.UndefinedObject, DatabaseFailedError):
                 if self.home.broken or self.home.closed:
                     raise
 

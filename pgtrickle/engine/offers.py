@@ -74,7 +74,8 @@ class Offer:
 
     number: int
     node: str
-    snapshot: str  # under which others can read, while the broker holds it, and locks on the sources
+    snapshot: str  # under which others can read, while the broker holds it
+    locked: frozenset[int]  # tables that it keeps from being rewritten meanwhile
     settings: Mapping[str, str]
     sources: Mapping[str, Offered]  # by stable name
 
@@ -133,6 +134,9 @@ def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Ta
     (condition,) = wide.flags or (None,)
     if not set(texts.values()) | ({condition} if condition else set()) <= offered.columns.keys():
         return None
+    types = {text: arrow_type(type_, form) for text, (_, type_, form) in wide.columns.items()}
+    if any(offered.rows.schema.field(offered.columns[text]).type != type_ for text, type_ in types.items()):
+        return None  # a column was retyped since
     flag = [offered.columns[condition]] if condition else []
     columns = {mine: offered.columns[texts[wide_name]] for mine, wide_name in slice_.items()}
     rows = offered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))

@@ -67,17 +67,26 @@ class OtherCut:
 
 
 def take_offered_cut(
-    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], offer: Offer
+    conn: psycopg.Connection[Any],
+    database: str,
+    sources: Sequence[ForeignSource],
+    offer: Offer,
+    proofs: Mapping[str, str],
 ) -> OtherCut | None:
-    """A cut under the broker's snapshot; None where that is over.
+    """A cut under the broker's snapshot; None where that cannot be: it is over, or older than what a consumer has stored.
 
-    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks.
+    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks. What a
+    consumer proved after its last cut tells that this one is later.
     """
-    if is_pooled(conn):
+    if is_pooled(conn) or not {source.there for source in sources} <= offer.locked:
         return None
     conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
     try:
-        return replace(take_other_cut(conn, database, sources, offer.snapshot), offer=offer)
+        cut = replace(take_other_cut(conn, database, sources, offer.snapshot), offer=offer)
+        if all(proofs[one.consumer] in (one.proof, one.former_proof) for one in cut.consumed.values()):
+            return cut
+        conn.execute("ROLLBACK")
+        return None
     except (
         psycopg.errors.UndefinedObject,
         psycopg.errors.InvalidParameterValue,

@@ -41,7 +41,7 @@ TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "bas
 LARGE = 64 << 20
 TOGETHER = 4  # times as much where several stream tables want the same changes
 
-PASSES = 3
+PASSES = 4
 
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
 WORTH_COUNTING = 1 << 20
@@ -69,7 +69,7 @@ class Reading:
         again = works
         for _ in range(PASSES):
             again = self._read_in_cut(again)
-            self.elsewhere.realign([work for work in again if not work.needs_all])
+            self.elsewhere.realign([work for work in again if work.reshaped])
             again = [work for work in again if work.error is None]
         for work in again:
             work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
@@ -133,7 +133,8 @@ class Reading:
         media: dict[Any, InMemory] = {}
         for work in works:
             meaning, shape = shapes[work.row.pgt_id]
-            work.frontier = Frontier(cut.node, cut.snapshot, meaning, _others(work, cut.others))
+            others = _others(work, cut.others)
+            work.frontier = Frontier(cut.node, cut.snapshot, meaning, others, _shards(work, others))
             work.incarnations = {
                 name: cut.others[name].incarnation for name in work.row.databases if name in cut.others
             }
@@ -141,15 +142,15 @@ class Reading:
             assert work.compiled is not None
             work.cut_time, work.merge_mb = cut.time, cut.merge_mb
             work.sources = sources[work.row.pgt_id]
-            if work.compiled.shape != shape or _changed_shape(work, cut.others):
+            work.reshaped = work.compiled.shape != shape or _changed_shape(work, cut.others)
+            if work.reshaped:
                 self.programs.plans.forget(work.row.pgt_id)
                 outdated.append(work)
                 continue
             self._attempt(work, partial(self._prepare, work, cut, media))
-        # What rests must be read after all: again, with a cut of it.
-        outdated += [work for work in works if work.error is None and work.needs_all]
-        for work in outdated:
-            work.job = work.fetcher = work.large = None
+        for work in works:
+            if work.reshaped or work.needs_all:
+                work.job = work.fetcher = work.large = None
         prepared = time.monotonic()
         self._take_offers(works, cut)
         self._let_read_beside(works, cut, media)
@@ -165,7 +166,8 @@ class Reading:
             work.phases.plan += (prepared - cut_done) / len(works)
             work.phases.cut = (cut_done - begin) / len(works)
         self.on_step("fetch")
-        return outdated
+        # What rests must be read after all: again, with a cut of it.
+        return outdated + [w for w in works if w.error is None and w.needs_all and not w.reshaped]
 
     def _attempt(self, work: Work, step: Callable[[], None]) -> None:
         """A step that concerns one stream table only; the others go on without it."""
@@ -321,7 +323,8 @@ class Reading:
         work.error, work.large, work.fetcher = None, None, None
         work.decision = replace(work.decision, action="FULL", reason=reason.splitlines()[0])
         self._announce(work, cut, media)
-        self._fetch(work)
+        if not work.needs_all:
+            self._fetch(work)
 
     def _is_large(self, work: Work, cut: Cut) -> bool:
         """Whether the refresh reads more than should pass through the driver. Executors have connections of their own."""
@@ -429,6 +432,11 @@ def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
     }
     kept = known.databases if known is not None else {}
     return {name: kept[name] for name in work.row.databases if name in kept} | found
+
+
+def _shards(work: Work, others: Mapping[str, Reflected]) -> frozenset[int]:
+    """The tables of members of sets that are reflected. One that could not be reached since it joined is not."""
+    return frozenset(source.relid for source in work.foreign if source.shard and source.database in others)
 
 
 def _changed_shape(work: Work, cuts: Mapping[str, OtherCut]) -> bool:

@@ -11,7 +11,7 @@ from psycopg.conninfo import make_conninfo
 from pgtrickle.catalog.databases import DatabaseSet, register, registered, registered_sets, remove
 from pgtrickle.engine.elsewhere import Elsewhere, NotThereError
 from pgtrickle.engine.reach import check_catalog, told
-from pgtrickle.errors import PgtrickleError
+from pgtrickle.errors import PgtrickleError, PrivilegeError
 
 
 @dataclass
@@ -22,13 +22,15 @@ class Sets:
 
     def import_table(self, name: str, table: str) -> None:
         """Make a table known here, of a registered database or of all members of a set."""
-        known = self._set(name)
-        if known is None:
-            self.elsewhere.import_table(name, table)
-            return
-        for member in known.members:
+        row = self.elsewhere.home.execute(
+            "SELECT pgtrickle._is_set(%s), ARRAY(SELECT pgtrickle._members_of(%s))", (name, name)
+        ).fetchone()
+        assert row is not None
+        is_set, members = row
+        for member in members if is_set else (name,):
             self.elsewhere.import_table(member, table)
-        self._stand_in(known, table, known.members)
+        if is_set:
+            self._stand_in(name, table, members)
 
     def settle(self) -> None:
         """Let databases join the sets that they belong to, and leave those that they do not. What cannot join is told."""
@@ -62,8 +64,17 @@ class Sets:
             " WHERE database = %s AND format('%%I.%%I', source_schema, source_name) = %s",
             (member, table),
         ).fetchone()
-        if row is None:
-            self.elsewhere.import_table(member, table)
+        if row is not None:
+            return
+        self.elsewhere.import_table(member, table)
+        ((may,),) = self.elsewhere.ask(
+            member,
+            "SELECT has_table_privilege(%s, 'SELECT') AND (has_table_privilege(%s, 'TRIGGER') OR EXISTS"
+            " (SELECT FROM pgtrickle.pgt_change_tracking WHERE source_relid = %s::regclass))",
+            (table, table, table),
+        )
+        if not may:
+            raise PrivilegeError(f"the registered role may not read or capture {table} of database {member}", None)
 
     def _let_join(self, known: DatabaseSet, table: str, able: list[str]) -> list[str]:
         """All at once where they fit together; else those that are in, and of the others each that fits."""
@@ -79,18 +90,21 @@ class Sets:
         problems = []
         for member in [member for member in able if member not in present]:
             try:
-                self._stand_in(known, table, [*joined, member])
+                self._stand_in(known.name, table, [*joined, member])
                 joined.append(member)
             except psycopg.Error as error:
                 problems.append(_told(error))
         if set(joined) != present and not set(joined) - present:
-            self._stand_in(known, table, joined)
+            try:
+                self._stand_in(known.name, table, joined)
+            except psycopg.Error as error:
+                problems.append(_told(error))
         return problems
 
-    def _stand_in(self, known: DatabaseSet, table: str, members: Iterable[str]) -> None:
+    def _stand_in(self, name: str, table: str, members: Iterable[str]) -> None:
         self.elsewhere.home.execute(
             "SELECT pgtrickle._stand_in_for_all(%s, p[1], p[2], %s) FROM parse_ident(%s) AS p",
-            (known.name, list(members), table),
+            (name, list(members), table),
         )
 
     def _discover(self, known: DatabaseSet) -> list[str]:

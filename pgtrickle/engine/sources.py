@@ -34,6 +34,7 @@ class Source:
     database: str = ""  # where it is, if elsewhere
     there: int = 0  # its own OID, if elsewhere
     proofs: tuple[str | None, ...] = ()  # what earlier cuts left there
+    shard: bool = False  # it is read as the table of a member of a set
     resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
     joined: bool = False  # a shard that is new: all its rows are changes
 
@@ -89,9 +90,9 @@ def changed_sources(
 
 def _joins(frontier: Frontier | None, source: Source, known: ForeignSource | None) -> bool:
     """Whether it is a shard that was captured since the last refresh, and is read for the first time."""
-    if frontier is None or known is None or not known.shard or not source.attached:
+    if frontier is None or known is None or not known.shard or not source.attached or source.resting:
         return False
-    return source.database not in frontier.databases
+    return source.database not in frontier.databases and source.relid not in frontier.shards
 
 
 def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignSource | None) -> Source:
@@ -111,7 +112,7 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
     if known.database not in others:
         signature = row["known_signature"]
         source = Source(row["relid"], label, None, None, signature, signature, 0, resting=True)
-        return replace(source, database=known.database, there=known.there)
+        return replace(source, database=known.database, there=known.there, shard=known.shard)
     consumed = others[known.database].consumed.get((known.consumer, known.there))
     if consumed is None:
         source = Source(row["relid"], label, None, None, None, row["known_signature"], 0)
@@ -126,7 +127,7 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
             consumed.buffered,
             proofs=(consumed.proof, consumed.former_proof),
         )
-    return replace(source, database=known.database, there=known.there)
+    return replace(source, database=known.database, there=known.there, shard=known.shard)
 
 
 def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:

@@ -53,6 +53,7 @@ class Work:
     rows_in: int = 0
     changes: int = 0  # that waited in the buffers; counted only where there are many
     merge_mb: str = ""
+    reshaped: bool = False  # its plan was for other tables than those of the cut
     needs_all: bool = False  # databases that have no news must be read nevertheless
     error: Exception | None = None
     applied: bool = False

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from secrets import token_urlsafe
 
 import psycopg
+import pyarrow as pa
 from psycopg.types.json import Jsonb
 
 from pgtrickle.engine.offers import Interest, Offer
@@ -26,9 +27,11 @@ from pgtrickle.service.flight import FlightOffers, ask_for_offer
 log = logging.getLogger("pgtrickle.broker")
 
 PATIENCE = 1.5  # ticks that a consumer waits for an offer
+MOST_PATIENCE = 10.0  # seconds
 LEADER_SECONDS = 1.0  # for which it is remembered who the broker is
 SHUN_SECONDS = 5.0  # for which a broker that did not answer is not asked again
 FULL_SECONDS = 60.0  # the same, where its registry is full
+AGAIN_SECONDS = 10.0  # after which it is told again what is wanted and not offered
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,22 @@ class Broker:
         self._desks: dict[str, Desk] = {}
         self._leaders: dict[str, _Leader | None] = {}
         self._asked: dict[str, float] = {}
-        self._sent: dict[tuple[str, str, str], set[str]] = {}
+        self._sent: dict[tuple[str, str, str], tuple[float, set[str]]] = {}
         self._full: dict[str, float] = {}
         self._lock = threading.Lock()
         self._flight: FlightOffers | None = None
         self._token = token_urlsafe(32)
         self._intervals: dict[str, float] = {}
         self._shunned: dict[str, float] = {}
+        self._deaf_until = 0.0
 
     def serve(self, name: str, dsn: str, interval: float) -> None:
         """Stand for election in a database that stream tables here read."""
         with self._lock:
-            if self._flight is None:
-                self._flight = FlightOffers(self.listen, self._token, self._desk_of)
-            self._intervals[dsn] = interval
+            if self._flight is None and not self._listen_again():
+                return
+            assert self._flight is not None
+            interval = self._intervals[dsn] = min(interval, self._intervals.get(dsn, interval))
             desk = self._desks.get(dsn)
             if desk is None or not desk.alive:
                 self._desks[dsn] = Desk(
@@ -80,6 +85,18 @@ class Broker:
                 return
             desk.asked, desk.interval = time.monotonic(), interval
 
+    def _listen_again(self) -> bool:
+        """Whether offers can be given now. Without that, everybody reads for himself."""
+        if time.monotonic() < self._deaf_until:
+            return False
+        try:
+            self._flight = FlightOffers(self.listen, self._token, self._desk_of)
+        except (pa.ArrowException, OSError) as error:
+            log.warning("cannot be a broker at %s: %s", self.listen, error)
+            self._deaf_until = time.monotonic() + FULL_SECONDS
+            return False
+        return True
+
     def stop(self) -> None:
         for desk in self._desks.values():
             desk.stop()
@@ -87,7 +104,7 @@ class Broker:
             self._flight.stop()
 
     def _desk_of(self, node: str) -> Desk | None:
-        return next((desk for desk in list(self._desks.values()) if desk.node == node), None)
+        return next((desk for desk in list(self._desks.values()) if desk.node == node and desk.alive), None)
 
     # -- what an engine asks (Brokers) -------------------------------------------------------------------------------------
 
@@ -99,7 +116,7 @@ class Broker:
             return None
 
     def _offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
-        seconds = self._intervals.get(dsn, 1.0) * PATIENCE
+        seconds = min(self._intervals.get(dsn, 1.0) * PATIENCE, MOST_PATIENCE)
         leader = self._leader(database, dsn)
         if leader is None or time.monotonic() < self._shunned.get(leader.address, 0.0):
             return None
@@ -123,8 +140,9 @@ class Broker:
         if time.monotonic() - self._full.get(dsn, -FULL_SECONDS) < FULL_SECONDS:
             return
         for name, interest in wanted.items():
-            sent = self._sent.setdefault((dsn, home, name), set())
-            if interest.expressions.keys() | interest.conditions <= sent:
+            at, sent = self._sent.get((dsn, home, name), (0.0, set[str]()))
+            texts = {f"{text} {type_}" for text, type_ in interest.expressions.items()} | interest.conditions
+            if texts <= sent and time.monotonic() - at < AGAIN_SECONDS:
                 continue
             values = (Jsonb(interest.expressions), Jsonb(sorted(interest.conditions)), Jsonb(dict(settings)))
             try:
@@ -144,7 +162,7 @@ class Broker:
                 )
                 self._full[dsn] = time.monotonic()
                 return
-            sent |= interest.expressions.keys() | interest.conditions
+            self._sent[dsn, home, name] = (time.monotonic(), sent | texts)
 
     def _leader(self, database: str, dsn: str) -> _Leader | None:
         known = self._leaders.get(dsn)

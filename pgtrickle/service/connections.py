@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import psycopg
@@ -40,6 +40,14 @@ class Budget:
         self._open = 0
         self._resting: list[psycopg.Connection[Any]] = []  # the one that rested longest first
         self._changed = threading.Condition()
+        # Workers leave places for the launcher and the schedulers, who keep the lease.
+        self._workers = threading.BoundedSemaphore(most - 2) if most is not None else None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """One more worker has a connection in use."""
+        with self._workers if self._workers is not None else nullcontext():
+            yield
 
     @property
     def bounded(self) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import threading
 import time
 import uuid
@@ -38,8 +39,9 @@ HELD = 2  # cuts, the last ones
 HELD_TICKS = 2.0  # after which a cut is given up although no other came
 LOOK_SECONDS = 0.5  # between looks at the lease, and at cuts that are to be given up
 FORGET_SECONDS = 60.0  # after which a database that nobody asks about is left
-LARGE = 64 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
+LARGE = 8 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
 MOST_COLUMNS = 1000
+_PLAIN = re.compile(r"\(+c\d+\)+(::text)?")  # a column as it is
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,14 @@ class Desk:
         self.asked = time.monotonic()
         self.cuts: list[_Held] = []
         self._used: dict[str, int] = {}
+        self._outdated: set[str] = set()  # sources whose registered expressions fail
         self._wanted = False
         self._elected_until = 0.0
         self._number = 0
         self._changed = threading.Condition()
         self._stopped = False
+        self._refusals = 0
+        self._refused_until = 0.0
         self._last = -math.inf  # when the last cut began
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-broker-{self.name}", daemon=True)
         self._thread.start()
@@ -109,10 +114,12 @@ class Desk:
         """A cut that none of them has used; waits for one that long."""
         deadline = time.monotonic() + seconds
         with self._changed:
+            refusals = self._refusals
             used = max((self._used.get(consumer, 0) for consumer in consumers), default=0)
             while not self.cuts or self.cuts[-1].offer.number <= used:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._elected_until < time.monotonic():
+                over = self._stopped or self._refusals != refusals or time.monotonic() < self._refused_until
+                if over or left <= 0 or self._elected_until < time.monotonic():
                     return None
                 self._wanted = True
                 self._changed.notify_all()
@@ -130,15 +137,24 @@ class Desk:
     # -- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped and time.monotonic() - self.asked < FORGET_SECONDS:
-            try:
-                self._round()
-            except (psycopg.Error, PgtrickleError) as error:
-                log.info("no cut for others: %s", error, extra={"database": self.name})
-                self._release(0)
-                self._wanted = False
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self._is_due(), LOOK_SECONDS)
+        try:
+            while not self._stopped and time.monotonic() - self.asked < FORGET_SECONDS:
+                try:
+                    self._round()
+                except (psycopg.Error, PgtrickleError) as error:
+                    log.info("no cut for others: %s", error, extra={"database": self.name})
+                    self._refuse()
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopped or self._is_due(), LOOK_SECONDS)
+        finally:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        """Nobody needs to wait: there is no offer now, nor before the next tick."""
+        with self._changed:
+            self._wanted, self._refused_until = False, time.monotonic() + self.interval
+            self._refusals += 1
+            self._changed.notify_all()
         self._release(0)
 
     def _is_due(self) -> bool:
@@ -149,10 +165,13 @@ class Desk:
         """Stay elected, and take a cut where somebody waits for one."""
         with self.connections.open(self.name, self.dsn) as conn, told(self.name):
             if not self._elected(conn):
-                self._release(0)
+                self._refuse()
                 return
-            wanted = self._wants(conn) if self._is_due() else []
-        if wanted:
+            due = self._is_due()
+            wanted = self._wants(conn) if due else []
+        if due and not wanted:
+            self._refuse()
+        elif due:
             held = self._cut(wanted)
             with self._changed:
                 self.cuts.append(held)
@@ -193,23 +212,56 @@ class Desk:
         began = time.monotonic()
         with ExitStack() as stack:
             conn = stack.enter_context(self.connections.open(self.name, self.dsn))
-            stack.callback(conn.execute, "ROLLBACK")
             with told(self.name):
+                # All that anybody reads here, not only what is wanted: others look rows up in this snapshot.
+                tables = conn.execute(load_query("broker_locks")).fetchall()
                 conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+                stack.callback(conn.execute, "ROLLBACK")
                 conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
                 conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
                 conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-                tables = sql.SQL(", ").join(sql.Identifier(one.schema, one.name) for one in wanted)
-                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
-                settings = wanted[0].settings
-                sources: dict[str, Offered] = {}
-                self._number += 1
+                names = sql.SQL(", ").join(sql.Identifier(schema, name) for _, schema, name in tables)
+                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(names))
+                exported = export(conn)
+                # A name may have gone to another table since.
+                now = conn.execute(load_query("broker_locks")).fetchall()
+                locked = frozenset(row[0] for row in now if row in tables)
+            sources = self._read(exported, wanted)
+            self._number += 1
+            offer = Offer(self._number, self.node, exported, locked, wanted[0].settings, sources)
+            return _Held(offer, began, stack.pop_all())
+
+    def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, Offered]:
+        """The changes of each source, in that snapshot. Not by who holds it: buffers must not be locked for as long."""
+        sources: dict[str, Offered] = {}
+        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+            conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            try:
+                conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(exported)))
+                set_local(conn, {"lock_timeout": SHARED_LOCK_TIMEOUT, "statement_timeout": STATEMENT_TIMEOUT})
+                _be_service(conn)
                 for one in wanted:
                     base = _base(one)
-                    if base is not None and one.settings == settings:
-                        sources[one.stable_name] = Offered(base, *_read(conn, one, base))
-                offer = Offer(self._number, self.node, export(conn), settings, sources)
-            return _Held(offer, began, stack.pop_all())
+                    if base is None or one.settings != wanted[0].settings:
+                        continue
+                    try:
+                        with conn.transaction():
+                            sources[one.stable_name] = Offered(base, *_read(conn, one, base))
+                    except (psycopg.ProgrammingError, pa.ArrowException) as error:
+                        # Of a column that is not there any more, or not of that type: who wants it says so again.
+                        log.info("not read: %s", error, extra={"source": f"{one.schema}.{one.name}"})
+                        self._outdated.add(one.stable_name)
+            finally:
+                if not conn.closed:
+                    conn.execute("ROLLBACK")
+            outdated, self._outdated = sorted(self._outdated), set()
+            if outdated:
+                conn.execute(
+                    "UPDATE pgtrickle.pgt_broker_entries SET expressions = '{}', conditions = '[]'"
+                    " WHERE source_stable_name = ANY (%s)",
+                    (outdated,),
+                )
+        return sources
 
     def _report(self, held: _Held, wanted: Sequence[Wanted]) -> None:
         """What the scan found, for broker_status()."""
@@ -238,6 +290,15 @@ class Desk:
                 log.info("a cut ended by itself: %s", error, extra={"database": self.name})
 
 
+def _be_service(conn: psycopg.Connection[Any]) -> None:
+    """The registry is the service role's to write: what is in it runs with no more rights than that role's."""
+    row = conn.execute(
+        "SELECT pgtrickle._service_role() FROM pg_roles WHERE rolname = current_user AND rolsuper"
+    ).fetchone()
+    if row is not None and row[0] is not None:
+        conn.execute(sql.SQL("SET LOCAL ROLE {}").format(sql.Identifier(row[0])))
+
+
 def _windows(texts: Iterable[str]) -> list[Snapshot]:
     return [Snapshot.parse(text.partition(" ")[2]) for text in texts]
 
@@ -257,14 +318,13 @@ def _read(conn: psycopg.Connection[Any], one: Wanted, base: Snapshot) -> tuple[d
     try:
         with conn.transaction():
             set_local(conn, one.settings)
-            return _copy(conn, one, base, dict(list(one.expressions.items())[:MOST_COLUMNS]), one.conditions)
+            texts = dict(list(one.expressions.items())[:MOST_COLUMNS])
+            return _copy(conn, one, base, texts, one.conditions[: MOST_COLUMNS // 2])
     except psycopg.DataError as error:
         log.info("read without expressions: %s", error, extra={"source": f"{one.schema}.{one.name}"})
     with conn.transaction():
         set_local(conn, one.settings)
-        plain = {
-            text: type_ for text, type_ in one.expressions.items() if text.startswith("(c") and text.endswith(")::text")
-        }
+        plain = {text: type_ for text, type_ in one.expressions.items() if _PLAIN.fullmatch(text)}
         return _copy(conn, one, base, plain, [])
 
 

@@ -74,19 +74,20 @@ def ask_for_offer(address: str, token: str, node: str, consumers: Sequence[str],
             (result,) = client.do_action(flight.Action("offer", body.encode()), options)
             found = json.loads(result.body.to_pybytes())
             # The rows come now: a broker that dies later leaves this cut as it is.
-            return _read(client, token, found) if found is not None else None
+            return _read(client, token, found, options) if found is not None else None
     except (flight.FlightError, pa.ArrowException, OSError) as error:
         log.info("no offer from the broker at %s: %s", address, error)
         return None
 
 
-def _read(client: flight.FlightClient, token: str, found: dict[str, Any]) -> Offer:
+def _read(client: flight.FlightClient, token: str, found: dict[str, Any], options: flight.FlightCallOptions) -> Offer:
     sources = {}
     for name, one in found["sources"].items():
         ticket = {"token": token, "node": found["node"], "number": found["number"], "source": name}
-        rows = client.do_get(flight.Ticket(json.dumps(ticket).encode())).read_all()
+        rows = client.do_get(flight.Ticket(json.dumps(ticket).encode()), options).read_all()
         sources[name] = Offered(Snapshot.parse(one["base"]), one["columns"], rows)
-    return Offer(found["number"], found["node"], found["snapshot"], found["settings"], sources)
+    locked = frozenset(found["locked"])
+    return Offer(found["number"], found["node"], found["snapshot"], locked, found["settings"], sources)
 
 
 def _written(offer: Offer | None) -> dict[str, Any] | None:
@@ -96,6 +97,7 @@ def _written(offer: Offer | None) -> dict[str, Any] | None:
         "number": offer.number,
         "node": offer.node,
         "snapshot": offer.snapshot,
+        "locked": sorted(offer.locked),
         "settings": dict(offer.settings),
         "sources": {name: {"base": str(one.base), "columns": dict(one.columns)} for name, one in offer.sources.items()},
     }

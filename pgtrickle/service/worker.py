@@ -48,7 +48,7 @@ class Workers:
 
     def run(self, job: int, unit: Unit, settings: Settings, notifies: bool, number: int) -> Outcome:
         """Refresh the stream tables of a unit."""
-        with self._engine(f"worker {number}") as engine:
+        with self.budget.working(), self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
             engine.elsewhere.brokers = self.broker if settings.brokered else None
             conn = engine.conn
@@ -86,9 +86,9 @@ class Workers:
         except BaseException:
             self.budget.close(engine.conn)  # whatever state it is in
             raise
+        self.budget.rest(engine.conn)
         with self._lock:
             self._idle.append((time.monotonic(), engine))
-        self.budget.rest(engine.conn)
 
     def _rested(self) -> Engine | None:
         """An engine whose connection is still there."""

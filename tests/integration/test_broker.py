@@ -50,6 +50,10 @@ def test_one_scan_per_tick_for_all_databases(shop: Hub) -> None:
     assert ticked >= 6
     # Statistics of the last scans may be missing, those of the warm-up come late.
     assert scanned <= ticked + 2
+    started_over = (
+        "SELECT count(*) FROM pgtrickle.pgt_refresh_history WHERE action = 'REINITIALIZE' AND initiated_by <> 'INITIAL'"
+    )
+    assert [conn.execute(started_over).fetchone() for conn in shop.home_conns] == [(0,), (0,)]
     assert {(row[0], row[1]) for row in rows} == {(home.name, "public.items") for home in shop.homes}
     assert all(row[2] is not None and row[3] > 0 and row[4] == now[0] and row[5] for row in rows)
 

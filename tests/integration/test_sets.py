@@ -8,12 +8,16 @@ from functools import partial
 
 import psycopg
 import pytest
+from sqlglot import exp
 
 import pgtrickle
+from pgtrickle.delta.program import _check_size
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.engine import reach
-from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError
-from tests.support.service import until
+from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, PrivilegeError
+from pgtrickle.query.plan import Column, Filter, Plan, Relation, RelationColumn, Scan, UnionAll, Version
+from pgtrickle.query.types import PgType
+from tests.support.service import running_service, until
 from tests.support.tenants import QUERIES, Tenants, tenants
 
 READ = (
@@ -203,6 +207,130 @@ def test_databases_of_a_server_are_found_by_their_names(shop: Tenants, db: pgtri
     assert new in shop.names
     assert [one.action for one in db.refresh(["totals"])] == ["REINITIALIZE"]
     shop.assert_exact("totals")
+
+
+def test_a_member_that_leaves_during_a_refresh_is_taken_out(shop: Tenants) -> None:
+    leaving = shop.names[0]
+    once = [False]
+
+    def on_step(step: str) -> None:
+        if step == "spark" and once[0]:
+            once[0] = False
+            with pgtrickle.connect(shop.home.dsn) as other:
+                other.remove_database(leaving)
+
+    with pgtrickle.connect(shop.home.dsn, on_step=on_step) as db:
+        register(shop, db)
+        create(db, "totals")
+        shop.run(shop.names[1], "DELETE FROM orders WHERE id < 5")
+        once[0] = True
+        db.refresh("totals")
+        assert not once[0]
+        assert db.refresh("totals")[0].action == "REINITIALIZE"
+        shop.assert_exact("totals", of=shop.names[1:])
+
+
+def test_a_database_that_is_read_already_becomes_a_member(shop: Tenants, db: pgtrickle.Database) -> None:
+    *others, late = shop.names
+    for name in shop.names:
+        db.add_database(name, shop.dsn(name))
+    db.add_database_set("tenants", others)
+    query = f"{QUERIES['rows']} UNION ALL SELECT 'own', id, amount FROM {late}.public.orders"
+    db.create_stream_table("rows", query)
+    db.add_database_set("tenants", shop.names)
+    assert db.refresh("rows")[0].action == "REINITIALIZE"
+    with psycopg.connect(shop.home.direct_dsn) as conn:
+        found = conn.execute(
+            "SELECT pgt_database, count(*) FROM rows WHERE pgt_database IN (%s, 'own') GROUP BY 1", (late,)
+        )
+        assert {row[0] for row in found} == {late, "own"}
+
+
+def test_the_service_reads_who_joins(shop: Tenants, db: pgtrickle.Database) -> None:
+    register(shop, db)
+    create(db, "totals")
+    new = shop.create(4)
+    with running_service(shop.home.superuser_dsn, shop.home.name):
+        db.add_database(new, shop.dsn(new))
+        with psycopg.connect(shop.home.direct_dsn, autocommit=True) as conn:
+            until(lambda: conn.execute("SELECT n FROM totals WHERE pgt_database = %s", (new,)).fetchone() == (40,))
+    shop.assert_exact("totals")
+
+
+def test_a_new_member_that_is_lost_at_once_is_left_out_by_who_keeps(shop: Tenants, db: pgtrickle.Database) -> None:
+    register(shop, db)
+    create(db, "rows", "totals")
+    db.alter_stream_table("totals", lost_members="keep")
+    new = shop.create(4)
+    db.add_database(new, shop.dsn(new))
+    shop.set_open(new, False)
+    db.engine.connections.close()
+    shop.run(shop.names[0], "DELETE FROM orders WHERE id < 5")
+    assert db.refresh("totals")[0].action == "DIFFERENTIAL"
+    with pytest.raises(DatabaseFailedError, match=new):
+        db.refresh("rows")
+    shop.set_open(new, True)
+    db.refresh(["rows", "totals"])
+    shop.assert_exact("rows", "totals")
+
+
+def test_an_expression_that_fails_for_a_change_reads_the_resting_members_too(
+    shop: Tenants, db: pgtrickle.Database
+) -> None:
+    register(shop, db)
+    query = "SELECT pgt_database, id, 100 / customer AS part FROM tenants.public.orders WHERE customer > 0"
+    db.create_stream_table("parts", query)
+    with psycopg.connect(shop.dsn(shop.names[2]), autocommit=True) as conn:
+        conn.execute("INSERT INTO orders VALUES (900, 0, 1, 'zero'), (901, 4, 1, 'four')")
+    db.refresh("parts")
+    with psycopg.connect(shop.home.direct_dsn) as conn:
+        assert conn.execute("SELECT part FROM parts WHERE id = 901").fetchall() == [(25,)]
+        assert conn.execute("SELECT count(*) FROM parts WHERE id = 900").fetchone() == (0,)
+
+
+def test_who_may_use_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickle.Database) -> None:
+    role = shop.home.create_role("analyst")
+    with psycopg.connect(shop.home.direct_dsn, autocommit=True) as conn:
+        conn.execute(f"GRANT CREATE, USAGE ON SCHEMA public TO {role}".encode())
+    *members, private = shop.names
+    for name in shop.names:
+        db.add_database(name, shop.dsn(name))
+    db.add_database_set("tenants", members, roles=[role])
+    db.import_table(private, "public.orders")
+    with pgtrickle.connect(shop.home.dsn_as(role)) as theirs:
+        theirs.create_stream_table("totals", QUERIES["totals"], initialize=False)
+        theirs.conn.execute("GRANT SELECT ON totals TO app")
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="not all of these databases are members"):
+            theirs.conn.execute(
+                "SELECT pgtrickle._stand_in_for_all('tenants', 'public', 'orders', %s)", ([*members, private],)
+            )
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match="take databases out of a set"):
+            theirs.conn.execute("SELECT pgtrickle._stand_in_for_all('tenants', 'public', 'orders', %s)", (members[:1],))
+        with pytest.raises(PrivilegeError):
+            theirs.create_stream_table("theirs", f"SELECT id FROM {private}.public.orders", initialize=False)
+    db.refresh("totals")
+    shop.assert_exact("totals", of=members)
+
+
+def test_a_hundred_members_are_not_too_many() -> None:
+    """For a plan; databases would take minutes."""
+    text, integer = PgType(25, -1, "text"), PgType(23, -1, "integer")
+    columns = (RelationColumn("pgt_database", 1, text, True), RelationColumn("id", 2, integer, True))
+    members = tuple(
+        Relation(i, "public", "orders", "r", columns[1:], ("id",), database=f"t{i}", shard=True) for i in range(1, 121)
+    )
+    change = UnionAll(
+        tuple(_filtered(one, integer) for one in members),
+        (Column("c0", "id", integer),),
+    )
+    _check_size(change)
+
+
+def _filtered(member: Relation, type_: PgType) -> Plan:
+    scan: Plan = Scan(member, ((Column(f"c{member.oid}", "id", type_), member.columns[0]),), Version.DELTA)
+    for _ in range(6):
+        scan = Filter(scan, exp.true())
+    return scan
 
 
 def test_errors_about_sets(shop: Tenants, db: pgtrickle.Database) -> None:

@@ -127,13 +127,26 @@ BEGIN
 END
 $$;
 
+-- A pattern of names, in which * stands for any letters and ? for one, as LIKE has it.
+CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
+$$;
+
 -- The roles that may use a registered database, or a set of them, besides administrators.
 CREATE OR REPLACE FUNCTION pgtrickle._users_of(name text) RETURNS text[]
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT d.roles FROM pgtrickle.pgt_databases AS d WHERE d.name = _users_of.name
-    UNION ALL
-    SELECT s.roles FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _users_of.name
+    -- Who may use a set may use its members.
+    SELECT array_agg(DISTINCT role) FROM (
+        SELECT unnest(d.roles) AS role FROM pgtrickle.pgt_databases AS d WHERE d.name = _users_of.name
+        UNION ALL
+        SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s
+        WHERE s.name = _users_of.name
+           OR EXISTS (SELECT FROM pgtrickle.pgt_databases AS m
+                      WHERE m.name = _users_of.name AND (m.name = ANY (s.members) OR m.name LIKE pgtrickle._like(s.pattern)))
+    ) AS users
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._require_use(name text) RETURNS void

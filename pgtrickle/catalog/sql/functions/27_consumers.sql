@@ -155,7 +155,7 @@ END
 $$;
 
 -- Whether there is something new for consumers, without a cut: what must be as it was at the last one, and who made changes.
-CREATE OR REPLACE FUNCTION pgtrickle._look(consumers text[]) RETURNS TABLE (consumer text, state text, xids bigint[])
+CREATE OR REPLACE FUNCTION pgtrickle._look(consumers text[]) RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT c.consumer,
@@ -163,7 +163,8 @@ AS $$
                pgtrickle._capture_signature(s.oid),
                (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attnotnull), ',' ORDER BY a.attnum))
                 FROM pg_attribute AS a WHERE a.attrelid = s.oid AND a.attnum > 0)), ',' ORDER BY s.oid)),
-           ARRAY(SELECT DISTINCT a.xid FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = ANY (array_agg(c.source_stable_name)))
+           ARRAY(SELECT DISTINCT a.xid FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = ANY (array_agg(c.source_stable_name))),
+           array_agg(s.oid::bigint), array_agg(concat_ws(' ', c.proof, c.former_proof))
     FROM pgtrickle.pgt_consumers AS c JOIN pg_class AS s ON s.oid = c.source_relid
     WHERE c.consumer = ANY (consumers)
     GROUP BY c.consumer

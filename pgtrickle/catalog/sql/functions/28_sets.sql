@@ -59,10 +59,10 @@ AS $$
     ORDER BY d.name
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
-LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._is_set(name text) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _is_set.name)
 $$;
 
 -- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins are there
@@ -80,6 +80,12 @@ DECLARE
 BEGIN
     PERFORM pgtrickle._require_use(database_set);
     PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database_set, 0));
+    IF EXISTS (SELECT FROM unnest(members) AS m WHERE m NOT IN (SELECT pgtrickle._members_of(database_set))) THEN
+        RAISE EXCEPTION 'not all of these databases are members of %', quote_ident(database_set)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Register them as such: pgtrickle database add-set.';
+    ELSIF EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (members)) THEN
+        PERFORM pgtrickle._require_administrator('take databases out of a set');
+    END IF;
     SELECT f.* INTO model FROM pgtrickle.pgt_foreign_tables AS f
     WHERE f.source_schema = table_schema AND f.source_name = table_name
       AND f.database = ANY (members) ORDER BY f.database LIMIT 1;
@@ -87,17 +93,26 @@ BEGIN
         RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set), format('%I.%I', table_schema, table_name)
             USING ERRCODE = 'undefined_table', HINT = 'A table of a set is one that all its members have.';
     END IF;
-    SELECT f.database, c ->> 'name' AS name INTO differing
-    FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN jsonb_array_elements(model.columns) AS c
-    WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-      -- A column that came later may be missing in some: it is not for queries then.
-      AND (stand_in IS NULL OR EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name'))
-      AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
-                      WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[])
-    ORDER BY 1, 2 LIMIT 1;
-    IF FOUND THEN
-        RAISE EXCEPTION 'column % of %.% is not the same in database % as in %', quote_ident(differing.name), quote_ident(table_schema),
-                quote_ident(table_name), quote_ident(differing.database), quote_ident(model.database)
+    IF stand_in IS NULL THEN
+        SELECT f.database, c ->> 'name' AS name INTO differing
+        FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN jsonb_array_elements(model.columns) AS c
+        WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+          AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
+                          WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[])
+        ORDER BY 1, 2 LIMIT 1;
+    ELSE -- what queries may use; a column that came later may be missing in some
+        SELECT f.database, a.attname AS name INTO differing
+        FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN pg_attribute AS a
+        WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+          AND a.attrelid = stand_in AND a.attnum > 1 AND NOT a.attisdropped
+          AND NOT EXISTS (SELECT FROM pg_attribute AS o WHERE o.attrelid = f.relid AND o.attname = a.attname AND NOT o.attisdropped
+                          AND (o.atttypid, o.atttypmod, o.attcollation) = (a.atttypid, a.atttypmod, a.attcollation)
+                          AND EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS c WHERE c ->> 'name' = o.attname))
+        ORDER BY 1, 2 LIMIT 1;
+    END IF;
+    IF differing.name IS NOT NULL THEN
+        RAISE EXCEPTION 'column % of %.% is not the same in database % as in the others', quote_ident(differing.name), quote_ident(table_schema),
+                quote_ident(table_name), quote_ident(differing.database)
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same name, type and collation in all members.';
     END IF;
     IF stand_in IS NULL THEN
@@ -183,7 +198,7 @@ BEGIN
         WHERE s.frontier IS NOT NULL
           AND EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     ELSE -- looked at, at once
-        UPDATE pgtrickle.pgt_stream_tables AS s SET next_due = '-infinity'
+        UPDATE pgtrickle.pgt_stream_tables AS s SET next_due = '-infinity', polled = true
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     END IF;
     PERFORM pgtrickle._wake('members of a set changed');
