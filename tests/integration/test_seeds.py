@@ -591,8 +591,12 @@ def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
 
             both = {first.name, second.name}
             until(lambda: served() == both)
-            launchers = [row["database"] for row in run(owner, inventory) if row["role"] == "launcher"]
-            assert sorted(launchers) == sorted([first.name, tuned.database.name]), "one for each service"
+
+            def launchers() -> list[str]:
+                return sorted(row["database"] for row in run(owner, inventory) if row["role"] == "launcher")
+
+            # Its look at a database before the scheduler starts may not be quite over.
+            until(lambda: launchers() == sorted([first.name, tuned.database.name]), "one for each service")
 
             connected = (
                 "SELECT pid, datname AS database FROM pg_stat_activity WHERE application_name = 'pgtrickle scheduler'"

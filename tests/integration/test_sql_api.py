@@ -547,7 +547,7 @@ def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
         "SELECT pgtrickle.alter_stream_table('alice.st', schedule => '1m')",
         "SELECT pgtrickle.alter_stream_table('alice.st', query => 'SELECT 1 AS a')",
         "SELECT pgtrickle.refresh_stream_table('alice.st')",
-        f"SELECT pgtrickle._change({mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
+        f"SELECT pgtrickle._change({mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
         f"SELECT pgtrickle._file_request({mine})",
         f"SELECT * FROM pgtrickle_views.read_{mine}('SELECT 1') AS r (a int)",
         f"SELECT pgtrickle_views.write_{mine}('DROP TABLE alice.t', NULL)",
