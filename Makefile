@@ -38,7 +38,7 @@ lint: $(STAMP) ## Check style and types
 
 test: lint java ## Check style and types, then run all tests that take seconds, on PostgreSQL 18, 16 and 15
 	scripts/install-pgbouncer
-	$(PYTEST) -n $(WORKERS) --dist loadfile
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 	$(PYTEST) -n $(WORKERS) --dist loadfile --pooler $(POOLED)
 	scripts/test-versions $(PYTEST) -n $(WORKERS) --dist loadfile
 

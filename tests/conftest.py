@@ -34,6 +34,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # The longest first, or one worker would be at them when the other has nothing left to do.
+    items.sort(key=lambda item: "test_oracle" not in item.nodeid)
     for item in items if config.getoption("--pooler") else ():
         if pgbouncer_program() is None:
             item.add_marker(pytest.mark.skip("PgBouncer is not installed (on Debian: apt-get install pgbouncer)"))
