@@ -276,6 +276,7 @@ def test_what_follows_the_time_is_refreshed_on_schedule(database: TestDatabase, 
         until(lambda: value(shop, "SELECT at FROM clock") > first)
 
 
+@pytest.mark.direct("PgBouncer's connections keep the settings that they began with")
 def test_settings_are_read_anew_and_wrong_ones_are_told(database: TestDatabase, shop: Connection) -> None:
     with running_service(database.dsn, database.name) as service:
         shop.execute("SELECT pgtrickle.set('max_dynamic_refresh_workers', '7')")
