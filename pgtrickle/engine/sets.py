@@ -74,7 +74,10 @@ class Sets:
             (table, table, table),
         )
         if not may:
-            raise PrivilegeError(f"the registered role may not read or capture {table} of database {member}", None)
+            raise PrivilegeError(
+                f"the registered role may not read or capture {table} of database {member}",
+                f"Grant it SELECT and TRIGGER on {table} there; the database then joins by itself.",
+            )
 
     def _let_join(self, known: DatabaseSet, table: str, able: list[str]) -> list[str]:
         """All at once where they fit together; else those that are in, and of the others each that fits."""
