@@ -196,7 +196,13 @@ class Database:
         self.conn.execute("SELECT pgtrickle._note_mode(%s, %s, %s)", (id_, mode, reason))
 
     def _compile(self, query: str) -> Compiled:
-        """Analyse a query before it is a stream table, by a temporary view that is gone afterwards."""
+        """Analyse a query before it is a stream table."""
+        with self._candidate(query) as view:
+            return self.engine.programs.compile(view, "candidate")
+
+    @contextmanager
+    def _candidate(self, query: str) -> Iterator[int]:
+        """A query as a temporary view, which is gone afterwards."""
         with self.conn.transaction(force_rollback=True):
             try:
                 # The binary format brings the extended protocol, which takes one statement only: a COMMIT in the text
@@ -212,7 +218,7 @@ class Database:
                 ) from error
             row = self.conn.execute("SELECT 'pg_temp.pgt_candidate'::regclass::oid::bigint").fetchone()
             assert row is not None
-            return self.engine.programs.compile(row[0], "candidate")
+            yield row[0]
 
     def alter_stream_table(
         self,
@@ -359,7 +365,26 @@ class Database:
         ).fetchall()
         for database, table in rows:
             self.import_table(database, table)
-        return sorted({database for database, _ in rows})
+        return sorted({database for database, _ in rows} | self._resolve_foreign(query))
+
+    def _resolve_foreign(self, query: str) -> set[str]:
+        """Find the registered databases behind the foreign tables that a query reads; gives those that there are."""
+        found = self.conn.execute("SELECT EXISTS (SELECT FROM pg_foreign_table)").fetchone()
+        if found != (True,):
+            return set()
+        with self._candidate(query) as view:
+            rows = self.conn.execute(
+                "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass) WHERE kind = 'f'", (view,)
+            ).fetchall()
+        return {name for (relation,) in rows if (name := self.engine.elsewhere.servers.resolve(relation)) is not None}
+
+    def resolve_foreign_table(self, table: str, database: str | None = None) -> str | None:
+        """Say which registered database a foreign table of postgres_fdw stands for, or find out; None where that fails."""
+        require_installed(self.conn)
+        with _plain_errors():
+            row = self.conn.execute("SELECT %s::regclass::oid::bigint", (table,)).fetchone()
+            assert row is not None
+            return self.engine.elsewhere.servers.resolve(row[0], database)
 
     def stream_tables(self) -> list[StreamTable]:
         """All stream tables of the database."""

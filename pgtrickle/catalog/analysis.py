@@ -126,8 +126,14 @@ def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
         for field_ in stand_in.columns
         for column in [there.get(field_.name, gone)]
     )
+    key = stand_in.key
+    if known.get("resolved"):  # PostgreSQL takes a foreign table's constraints on trust, and it has no key
+        fields = tuple(replace(one, not_null=there.get(one.name, {}).get("not_null", False)) for one in fields)
+        key = tuple(known["key"] or ()) if {one.name for one in fields}.issuperset(known["key"] or ()) else ()
     return replace(
         stand_in,
+        key=key,
+        kind="r",
         schema=known["source_schema"],
         name=known["source_name"],
         columns=fields,

@@ -70,7 +70,8 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
         stand_ins = _rows(
             conn,
             "SELECT n.nspname, c.relname FROM pg_class c"
-            " JOIN (SELECT relid FROM pgtrickle.pgt_foreign_tables UNION SELECT relid FROM pgtrickle.pgt_sharded_tables) f"
+            " JOIN (SELECT relid FROM pgtrickle.pgt_foreign_tables WHERE resolved_by IS NULL"
+            " UNION SELECT relid FROM pgtrickle.pgt_sharded_tables) f"
             " ON c.oid = f.relid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace",
         )

@@ -111,6 +111,24 @@ def import_table(dsn: str | None, name: str, table: str) -> None:
 
 
 @database.command()
+@click.argument("table")
+@click.option("--as", "name", metavar="NAME", help="The registered database, where its address does not tell.")
+@with_dsn
+def resolve(dsn: str | None, table: str, name: str | None) -> int:
+    """Say which registered database the foreign table TABLE of postgres_fdw stands for.
+
+    Its changes are then captured there. Creating a stream table that reads it does the same by itself.
+    """
+    with open_database(dsn) as db:
+        found = db.resolve_foreign_table(table, name)
+    if found is None:
+        click.echo(f"no registered database is known to be what {table} points to", err=True)
+        return 1
+    click.echo(f"{table} is read in {found}")
+    return 0
+
+
+@database.command()
 @click.argument("name")
 @with_dsn
 def remove(dsn: str | None, name: str) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.foreign_servers import ForeignServers
 from pgtrickle.engine.offers import Brokers, Interest
 from pgtrickle.engine.other_cut import ForeignSource, OtherCut, end_cut, take_offered_cut, take_other_cut
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
@@ -52,6 +53,10 @@ class Elsewhere:
     connections: Connections = field(default_factory=Connections)
     brokers: Brokers | None = None  # where changes are shared with other databases
 
+    @property
+    def servers(self) -> ForeignServers:
+        return ForeignServers(self.home, self.connections)
+
     @contextmanager
     def open(self, name: str) -> Iterator[psycopg.Connection[Any]]:
         """A connection to a registered database."""
@@ -79,6 +84,7 @@ class Elsewhere:
 
         Members of a set that have no news are left alone.
         """
+        self._follow(works)
         self._join(works)
         sources = self.sources(works)
         if not sources:
@@ -201,6 +207,23 @@ class Elsewhere:
             label = self.home.info.dbname
             self.brokers.want(database, dsns[database], node[0], label, lacking, work.settings)
 
+    def _follow(self, works: Sequence[Work]) -> None:
+        """Foreign tables that were pointed elsewhere stand for another table from now on."""
+        for source in [one for one in self.sources(works) if one.redirected]:
+            readers = [work for work in works if work.row.pgt_id == source.pgt_id and work.error is None]
+            try:
+                if self.servers.resolve(source.relid) is None:
+                    raise DatabaseFailedError(
+                        f"a foreign table was {source.database}.{source.schema}.{source.name} and points elsewhere now,"
+                        " to no registered database",
+                        "Register that database, or tell which it is: pgtrickle database resolve TABLE --as NAME.",
+                    )
+            except (psycopg.Error, PgtrickleError) as error:
+                self._note(error, readers)
+                continue
+            for work in readers:
+                work.row = replace(work.row, databases=sorted({one.database for one in self.sources([work])}))
+
     def _join(self, works: Sequence[Work]) -> None:
         """Have the changes captured of what became a member of a set since the last refresh."""
         for work in works:
@@ -251,6 +274,9 @@ class Elsewhere:
 
     def _look_again(self, source: ForeignSource) -> None:
         """At the table that it was, whatever it is called now; in another database, or made anew, at the one of that name."""
+        if source.resolved:
+            self.servers.resolve(source.relid, source.database)
+            return
         ((found,),) = self.ask(
             source.database,
             "SELECT pgtrickle._describe_table(pgtrickle._same_table(%s, %s, %s, %s))",

@@ -31,6 +31,8 @@ class ForeignSource:
     name: str
     shape: str
     shard: bool  # it is read as the table of a member of a set
+    resolved: bool  # what stands for it is a foreign table of postgres_fdw
+    redirected: bool  # which points elsewhere now
     consumer: str
     label: str
     columns: list[int]

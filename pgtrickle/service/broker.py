@@ -26,7 +26,7 @@ from pgtrickle.service.flight import FlightOffers, ask_for_offer
 
 log = logging.getLogger("pgtrickle.broker")
 
-PATIENCE = 1.5  # ticks that a consumer waits for an offer
+PATIENCE = 1.0  # ticks that a consumer waits for an offer, before it reads for itself
 MOST_PATIENCE = 10.0  # seconds
 LEADER_SECONDS = 1.0  # for which it is remembered who the broker is
 SHUN_SECONDS = 5.0  # for which a broker that did not answer is not asked again

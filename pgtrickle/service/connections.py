@@ -6,9 +6,11 @@ to who works.
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import psycopg
@@ -19,6 +21,7 @@ from pgtrickle.engine.connection import connect
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
+GONE_SECONDS = 5.0  # that the server may take to end a session
 LEAST = 4  # the launcher, a scheduler, a worker, and one to spare
 
 
@@ -29,6 +32,19 @@ def open_connection(dsn: str, name: str, database: str | None = None) -> psycopg
     alive = {key: value for key, value in _ALIVE.items() if key not in known}
     conninfo = make_conninfo(dsn, application_name=f"pgtrickle {name}", **target, **alive)
     return connect(conninfo)
+
+
+def close_and_wait(conn: psycopg.Connection[Any]) -> None:
+    """Close a connection and wait until the server has ended its session: only then its place there is free."""
+    if conn.closed:
+        return
+    # The server's process closes its end by ending. libpq does not wait for that.
+    with socket.socket(fileno=os.dup(conn.fileno())) as other_end:
+        conn.close()
+        other_end.settimeout(GONE_SECONDS)
+        with suppress(OSError):  # it was lost, or takes long: no reason not to go on
+            while other_end.recv(4096):
+                pass
 
 
 class Budget:
@@ -61,7 +77,7 @@ class Budget:
             given_up = self._resting.pop(0) if self.most is not None and self._open >= self.most else None
             self._open += given_up is None
         if given_up is not None:
-            given_up.close()
+            close_and_wait(given_up)
         try:
             return open_connection(self.dsn, name, database)
         except BaseException:
@@ -70,6 +86,8 @@ class Budget:
 
     def close(self, conn: psycopg.Connection[Any]) -> None:
         """Give a connection back that is in use."""
+        if self.bounded:
+            close_and_wait(conn)
         conn.close()
         self._gone()
 

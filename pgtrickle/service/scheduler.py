@@ -27,7 +27,7 @@ from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag
 from pgtrickle.service.pool import Pool, Task
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.units import Due, Unit, plan_units
+from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.wake import Waker
 from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
@@ -209,7 +209,11 @@ class Scheduler:
         return due_in
 
     def _due(self, conn: psycopg.Connection[Any], settings: Settings) -> list[Due]:
-        parameters = {"service": self.service_id, "ahead": timedelta(seconds=settings.interval)}
+        parameters: dict[str, Any] = {
+            "service": self.service_id,
+            "ahead": timedelta(seconds=settings.interval),
+            "small_rows": SMALL_ROWS,
+        }
         parameters |= self._look_elsewhere(conn, settings)
         with conn.cursor(row_factory=class_row(Due)) as cursor:
             return cursor.execute(load_query("tick"), parameters).fetchall()

@@ -15,6 +15,8 @@ TIERS = {"hot": 0, "warm": 1, "cold": 2, "frozen": 3}
 
 # Who takes longer has a worker of its own: the others of a unit would wait for it.
 SLOW_SECONDS = 2.0
+# Up to so many rows behind it a stream table that starts over is no slower than others.
+SMALL_ROWS = 50_000
 # One Spark job for many is cheap, but their rows are read and written one after the other.
 MOST_FUSED = 128
 
@@ -27,14 +29,14 @@ class Due:
     asked: bool  # somebody waits for it
     updated_at: datetime  # when its definition changed last
     seconds: float  # of its own in its last refresh, without those it was refreshed with
-    starts_over: bool
+    fills_long: bool  # it starts over, and that is not a matter of moments
     tier: str
     due_in: float = 0.0  # seconds; later ones are told so that they are not looked for too late
     databases: tuple[str, ...] = ()  # others that it reads
 
     @property
     def slow(self) -> bool:
-        return self.starts_over or self.seconds > SLOW_SECONDS
+        return self.fills_long or self.seconds > SLOW_SECONDS
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,15 @@ def test_who_rests_gives_way_to_who_works(database: TestDatabase) -> None:
     assert len(waiting) == 1
 
 
+def test_a_place_is_free_when_the_server_has_ended_the_session(database: TestDatabase) -> None:
+    budget = Budget(database.direct_dsn, 4)
+    with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
+        for number in range(50):
+            budget.close(budget.open(f"closed {number}"))
+            row = conn.execute(OURS, ([database.name],)).fetchone()
+            assert row == (0,)
+
+
 @pytest.mark.parametrize("most", [0, 3, -1])
 def test_too_small_a_budget_is_refused(most: int) -> None:
     with pytest.raises(ConfigError, match="max_connections cannot be"):

@@ -10,12 +10,12 @@ from pgtrickle.service.units import MOST_FUSED, Due, Unit, plan_units
 NOW = datetime.now(UTC)
 
 
-def due(id_: int, *, asked: bool = False, seconds: float = 0.1, starts_over: bool = False, tier: str = "hot") -> Due:
-    return Due(id_, asked, NOW, seconds, starts_over, tier)
+def due(id_: int, *, asked: bool = False, seconds: float = 0.1, fills_long: bool = False, tier: str = "hot") -> Due:
+    return Due(id_, asked, NOW, seconds, fills_long, tier)
 
 
 def test_quick_ones_share_a_unit_and_slow_ones_do_not() -> None:
-    units = plan_units([due(1), due(2), due(3, seconds=60), due(4, starts_over=True)], Dag(), set(), tiered=True)
+    units = plan_units([due(1), due(2), due(3, seconds=60), due(4, fills_long=True)], Dag(), set(), tiered=True)
     assert {(unit.kind, unit.ids) for unit in units} == {("FUSED", (1, 2)), ("SINGLETON", (3,)), ("SINGLETON", (4,))}
 
 

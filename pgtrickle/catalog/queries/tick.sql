@@ -51,7 +51,13 @@ WITH RECURSIVE active AS MATERIALIZED (
     WHERE s.may
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
-       s.reinit_reason IS NOT NULL AS starts_over,
+       -- Filling it takes a while. Sizes are asked of the statistics: a table that somebody has locked is not waited for.
+       s.reinit_reason IS NOT NULL AND coalesce((
+           SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE'))
+               OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s
+           FROM pgtrickle.pgt_dependencies d CROSS JOIN LATERAL pgtrickle._tree(d.source_relid) AS member
+           JOIN pg_class c ON c.oid = member
+           WHERE d.pgt_id = s.pgt_id), false) AS fills_long,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        ARRAY(SELECT DISTINCT split_part(d.source_stable_name, '/', 1) FROM pgtrickle.pgt_dependencies d
              WHERE d.pgt_id = s.pgt_id AND d.source_type = 'OTHER_DATABASE' ORDER BY 1) AS databases,

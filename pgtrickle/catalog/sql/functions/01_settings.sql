@@ -34,6 +34,7 @@ AS $$
         ('history_retention_days', '90', '^[1-9][0-9]{0,4}$', 'days, from 1 to 99999'),
         ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
         ('enable_refresh_broker', 'off', 'boolean', 'on or off'),
+        ('foreign_table_polling', 'off', 'boolean', 'on or off'),
         ('connection_pooler_mode', 'off', '^(off|session|transaction)$', 'off, session or transaction')
 $$;
 

@@ -69,7 +69,8 @@ BEGIN
         RAISE EXCEPTION 'stream tables read tables of %: %', quote_ident(name), readers
             USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first.';
     END IF;
-    FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = name RETURNING f.relid LOOP
+    FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = name RETURNING f.relid, f.resolved_by LOOP
+        CONTINUE WHEN stand_in.resolved_by IS NOT NULL; -- a foreign table, which is not ours
         EXECUTE format('DROP TABLE %s', stand_in.relid);
     END LOOP;
     PERFORM pgtrickle._drop_empty_schemas(name);
@@ -248,7 +249,7 @@ DECLARE
 BEGIN
     FOR stand_in IN
         SELECT f.relid, n.nspname
-        FROM (SELECT f.relid, f.database FROM pgtrickle.pgt_foreign_tables AS f
+        FROM (SELECT f.relid, f.database FROM pgtrickle.pgt_foreign_tables AS f WHERE f.resolved_by IS NULL
               UNION ALL SELECT t.relid, t.database_set FROM pgtrickle.pgt_sharded_tables AS t) AS f
         JOIN pg_class AS c ON c.oid = f.relid JOIN pg_namespace AS n ON n.oid = c.relnamespace
         WHERE f.database = _grant_stand_ins.database
@@ -288,7 +289,7 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database, 0));
     -- The same table, or one that has taken its name.
     SELECT f.* INTO known FROM pgtrickle.pgt_foreign_tables AS f
-    WHERE f.database = _stand_in.database
+    WHERE f.database = _stand_in.database AND f.resolved_by IS NULL
       AND (f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node' OR f.relid = to_regclass(local_name))
     ORDER BY f.relid = to_regclass(local_name) LIMIT 1;
     IF FOUND AND known.shape = definition ->> 'shape' THEN

@@ -87,7 +87,7 @@ BEGIN
         PERFORM pgtrickle._require_administrator('take databases out of a set');
     END IF;
     SELECT f.* INTO model FROM pgtrickle.pgt_foreign_tables AS f
-    WHERE f.source_schema = table_schema AND f.source_name = table_name
+    WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name
       AND f.database = ANY (members) ORDER BY f.database LIMIT 1;
     IF NOT FOUND THEN
         RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set), format('%I.%I', table_schema, table_name)
@@ -96,14 +96,14 @@ BEGIN
     IF stand_in IS NULL THEN
         SELECT f.database, c ->> 'name' AS name INTO differing
         FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN jsonb_array_elements(model.columns) AS c
-        WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+        WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
           AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
                           WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[])
         ORDER BY 1, 2 LIMIT 1;
     ELSE -- what queries may use; a column that came later may be missing in some
         SELECT f.database, a.attname AS name INTO differing
         FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN pg_attribute AS a
-        WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+        WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
           AND a.attrelid = stand_in AND a.attnum > 1 AND NOT a.attisdropped
           AND NOT EXISTS (SELECT FROM pg_attribute AS o WHERE o.attrelid = f.relid AND o.attname = a.attname AND NOT o.attisdropped
                           AND (o.atttypid, o.atttypmod, o.attcollation) = (a.atttypid, a.atttypmod, a.attcollation)
@@ -129,7 +129,7 @@ BEGIN
         SELECT c FROM jsonb_array_elements(model.columns) AS c
         WHERE NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name')
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
-                          WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+                          WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
                             AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
                                             WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[]))
     LOOP
@@ -137,7 +137,7 @@ BEGIN
     END LOOP;
     IF pgtrickle._key_of(stand_in) <> 'null' AND EXISTS (
             SELECT FROM pgtrickle.pgt_foreign_tables AS f
-            WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
+            WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
               AND pgtrickle._key_of(stand_in) <> '["pgt_database"]' || pgtrickle._key_of(f.relid)) THEN
         RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set), quote_ident(table_schema), quote_ident(table_name)
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
@@ -146,7 +146,7 @@ BEGIN
     IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)
        AND (SELECT count(DISTINCT pgtrickle._key_of(f.relid)) = 1 AND bool_and(pgtrickle._key_of(f.relid) <> 'null')
             FROM pgtrickle.pgt_foreign_tables AS f
-            WHERE f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)) THEN
+            WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)) THEN
         PERFORM pgtrickle._set_stand_in_key(stand_in, '["pgt_database"]' || pgtrickle._key_of(model.relid));
     END IF;
     PERFORM pgtrickle._set_shards(stand_in, members);
@@ -179,7 +179,7 @@ BEGIN
     SELECT stand_in, f.database, f.relid
     FROM pgtrickle.pgt_sharded_tables AS t
     JOIN pgtrickle.pgt_foreign_tables AS f USING (source_schema, source_name)
-    WHERE t.relid = stand_in AND f.database = ANY (databases)
+    WHERE t.relid = stand_in AND f.resolved_by IS NULL AND f.database = ANY (databases)
     ON CONFLICT DO NOTHING;
     GET DIAGNOSTICS number = ROW_COUNT;
     IF gone IS NULL AND number = 0 THEN

@@ -163,6 +163,13 @@ BEGIN
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation;
+    SELECT format('%I.%I.%I', f.database, f.source_schema, f.source_name) INTO path
+    FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid
+    WHERE d.pgt_id = id GROUP BY f.database, f.source_relid, f.source_schema, f.source_name HAVING count(*) > 1;
+    IF FOUND THEN
+        RAISE EXCEPTION 'the query names table % in two ways', path
+            USING ERRCODE = 'feature_not_supported', HINT = 'Use one name for it: its own in three parts, or one foreign table.';
+    END IF;
 
     PERFORM pgtrickle._grant_buffers(id);
     -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.

@@ -222,6 +222,7 @@ BEGIN
     id := pgtrickle._new_id();
     view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._local_text(query), query_path);
     PERFORM pgtrickle._check_query(view);
+    PERFORM pgtrickle._check_polled(view, refresh_mode);
     -- What remains, such as the right to call a function.
     EXECUTE format('SELECT * FROM %s LIMIT 0', view);
     storage := pgtrickle._create_storage(storage_name, view, key_columns);

@@ -93,6 +93,9 @@ BEGIN
     END IF;
     PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
                               CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling, lost_members);
+    IF query IS NOT NULL OR refresh_mode IS NOT NULL THEN
+        PERFORM pgtrickle._check_polled(s.view_relid, s.refresh_mode) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
+    END IF;
     PERFORM pgtrickle._untrack_unused();
     PERFORM pgtrickle._wake(format('altered %s', id));
 END
