@@ -19,6 +19,7 @@ from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.pool import Pool
+from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.watch import Watch
@@ -65,6 +66,7 @@ class Launcher:
 
     def __post_init__(self) -> None:
         self.budget = Budget(self.server.dsn, self.server.max_connections)
+        self.pulse = Pulse()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-launcher-{self.server.name}", daemon=True)
 
@@ -115,12 +117,21 @@ class Launcher:
             if self.in_recovery:
                 self._keep(set())
                 self.rounds += 1
-                self._stop.wait(self.config.replica_seconds)
+                self._pause(conn, self.config.replica_seconds)
                 continue
             names = {row[0] for row in conn.execute(_DATABASES)}
             self._keep(names if self.server.databases is None else names & set(self.server.databases))
             self.rounds += 1
-            self._stop.wait(self.config.list_seconds)
+            self._pause(conn, self.config.list_seconds)
+
+    def _pause(self, conn: psycopg.Connection[Any], seconds: float) -> None:
+        """Until the databases are listed again. Those that have no connection meanwhile are watched from here."""
+        deadline = time.monotonic() + seconds
+        while self.budget.bounded and not self._stop.wait(min(PULSE_SECONDS, deadline - time.monotonic())):
+            if time.monotonic() >= deadline:
+                return
+            self.pulse.look(conn)
+        self._stop.wait(deadline - time.monotonic())
 
     def _keep(self, names: set[str]) -> None:
         """A scheduler for each of these databases that wants one, and for no other."""
@@ -190,7 +201,7 @@ class Launcher:
             )
             watched.tended = Tended(f"{self.server.name}/{name}", workers)
         watched.scheduler = Scheduler(
-            watched.tended, self.pool, self.config.lease_seconds, self.watch, self.on_settings
+            watched.tended, self.pool, self.config.lease_seconds, self.watch, self.on_settings, self.pulse
         )
         watched.scheduler.start()
         if watched.problem is None or watched.attempts == 0:

@@ -26,6 +26,7 @@ from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag
 from pgtrickle.service.pool import Pool, Task
+from pgtrickle.service.pulse import Pulse
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.wake import Waker
@@ -77,6 +78,7 @@ class Scheduler:
     lease_seconds: float
     watch: Watch = field(default_factory=Watch)
     on_settings: Callable[[], None] = lambda: None
+    pulse: Pulse = field(default_factory=Pulse)
     draining: bool = False  # start nothing new
     failure: BaseException | None = None
 
@@ -123,10 +125,13 @@ class Scheduler:
     def _run(self) -> None:
         try:
             with Waker() as self._waker:
+                if self._seat.rests:
+                    self.pulse.heed(self.database, self._waker.wake)
                 self._serve(self._waker)
         except BaseException as error:  # told by the launcher, who starts another one
             self.failure = error
         finally:
+            self.pulse.heed(self.database, None)
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
             self._seat.close()
             self.workers.close_idle(0)
@@ -157,12 +162,23 @@ class Scheduler:
                     due_in = self.tick(conn, settings)
                 self.counters.ticks += 1
                 self.counters.tick_seconds += time.monotonic() - begin
-                self._wait(waker, settings, min(begin + settings.interval, time.monotonic() + due_in))
+                self._wait(waker, settings, min(begin + self._pace(settings), time.monotonic() + due_in))
         finally:
             if not self._busy and not self._seat.broken:
                 with self._seat.use() as conn:
                     lease.conn = conn
                     lease.end()
+
+    def _pace(self, settings: Settings) -> float:
+        """Seconds between two ticks. A database without a connection of its own is looked at when it was written to."""
+        if self._seat.rests and self.pulse.beats and not self._others:
+            return max(settings.interval, self._beat_seconds)
+        return settings.interval
+
+    @property
+    def _beat_seconds(self) -> float:
+        """Between two signs of life; where each takes a new connection, as few as the lease allows."""
+        return self.lease_seconds / 3 if self._seat.rests else min(BEAT_SECONDS, self.lease_seconds / 3)
 
     def _begin(self, conn: psycopg.Connection[Any]) -> Mapping[str, str]:
         """Leave nothing of the scheduler before this one; gives the settings that are attached."""
@@ -178,7 +194,7 @@ class Scheduler:
     def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
         """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            if waker.sleep(self._seat.held, min(left, BEAT_SECONDS, self.lease_seconds / 3)):
+            if waker.sleep(self._seat.held, min(left, self._beat_seconds)):
                 return
             if deadline - time.monotonic() > 0:
                 with self._seat.use() as conn:
@@ -211,7 +227,7 @@ class Scheduler:
     def _due(self, conn: psycopg.Connection[Any], settings: Settings) -> list[Due]:
         parameters: dict[str, Any] = {
             "service": self.service_id,
-            "ahead": timedelta(seconds=settings.interval),
+            "ahead": timedelta(seconds=self._pace(settings)),
             "small_rows": SMALL_ROWS,
         }
         parameters |= self._look_elsewhere(conn, settings)
@@ -351,7 +367,7 @@ class Scheduler:
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         told = settings.values == self._told_settings
-        if told and time.monotonic() - self._beaten < min(BEAT_SECONDS, self.lease_seconds / 3):
+        if told and time.monotonic() - self._beaten < self._beat_seconds:
             return
         parameters = {
             "service": self.service_id,
