@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench import broker, fusion, isolation, many, quotas, refresh, steady, tenants, tick, write_cost
+from bench import broker, fusion, isolation, many, patterns, quotas, refresh, steady, tenants, tick, write_cost
 from bench.dataset import QUERIES
 from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -153,6 +153,14 @@ def tenants_command(databases: int, connections: int, seconds: float, out: Path)
     _measure(tenants, lambda bench, say: tenants.run(bench, databases, connections, seconds, say), out / "tenants.png")
 
 
+@main.command("patterns")
+@click.option("--databases", default=10, show_default=True)
+@_out
+def patterns_command(databases: int, out: Path) -> None:
+    """What one more database costs in connections and memory, by way of looking after it."""
+    _measure(patterns, lambda bench, say: patterns.run(bench, databases, say), out / "patterns.png", patterns.SETTINGS)
+
+
 @main.command("isolation")
 @click.option("--seconds", default=60.0, show_default=True, help="Without and with trouble, each.")
 @_out
@@ -161,10 +169,15 @@ def isolation_command(seconds: float, out: Path) -> None:
     _measure(isolation, lambda bench, say: isolation.run(bench, seconds, say), out / "isolation.png")
 
 
-def _measure(part: ModuleType, run: Callable[[Bench, Callable[[str], None]], Any], picture: Path) -> None:
+def _measure(
+    part: ModuleType,
+    run: Callable[[Bench, Callable[[str], None]], Any],
+    picture: Path,
+    settings: Mapping[str, str] | None = None,
+) -> None:
     """Run a measurement of the service; print its figures, what was to be reached, and a picture."""
     console = _console()
-    with _progress(console) as say, bench_server() as bench:
+    with _progress(console) as say, bench_server(settings) as bench:
         measured = run(bench, say)
     stop_spark()
     part.show(console, measured)

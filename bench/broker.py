@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +19,7 @@ from psycopg import sql
 from rich.console import Console
 
 import pgtrickle
+from bench.process import service_process
 from bench.server import Bench
 from bench.tables import table
 from bench.targets import Verdict
@@ -81,8 +79,8 @@ def run(bench: Bench, seconds: float, repeat: int, say: Callable[[str], None]) -
         before = _counts(hub)
         time.sleep(seconds / 2)
         alone = _since(before, hub)
-    with tempfile.TemporaryDirectory(prefix="pgtrickle-bench-") as directory, ExitStack() as stack:
-        services = [stack.enter_context(_service(Path(directory), i, homes[i::2])) for i in range(2)]
+    with ExitStack() as stack:
+        services = [stack.enter_context(service_process(homes[i::2], INTERVAL)) for i in range(2)]
         say("filling the stream tables")
         for dsn in homes:
             _await_filled(dsn)
@@ -121,27 +119,6 @@ def _prepare(bench: Bench, hub: str, say: Callable[[str], None]) -> list[str]:
         copy = sql.SQL("CREATE DATABASE {} OWNER app TEMPLATE home_0").format(sql.Identifier(f"home_{i}"))
         bench.admin.execute(copy)
     return [psycopg.conninfo.make_conninfo(first, dbname=f"home_{i}") for i in range(HOMES)]
-
-
-@contextmanager
-def _service(directory: Path, number: int, homes: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    names = [psycopg.conninfo.conninfo_to_dict(dsn)["dbname"] for dsn in homes]
-    config = directory / f"{number}.toml"
-    config.write_text(
-        f'[service]\nhttp = ""\nlease_seconds = {INTERVAL:.0f}\n[servers.main]\ndsn = {json.dumps(homes[0])}\n'
-        f"databases = {json.dumps(names)}\n"
-    )
-    program = "from pgtrickle.cli.main import main; main()"
-    with (directory / f"{number}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, "run", "--config", str(config)], stderr=log, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +48,11 @@ class Bench:
 
 
 @contextmanager
-def bench_server() -> Iterator[Bench]:
+def bench_server(more: Mapping[str, str] | None = None) -> Iterator[Bench]:
     """A server in a temporary directory, gone at the end."""
     with (
         tempfile.TemporaryDirectory(prefix="pgtrickle-bench-", ignore_cleanup_errors=True) as directory,
-        EmbeddedServer(Path(directory) / "data", settings=SETTINGS) as server,
+        EmbeddedServer(Path(directory) / "data", settings=SETTINGS | dict(more or {})) as server,
     ):
         with psycopg.connect(server.dsn(), autocommit=True) as setup:
             setup.execute("CREATE ROLE app LOGIN")

@@ -29,7 +29,9 @@ from pgtrickle.delta.program import Program
 from pgtrickle.engine.connection import connect as open_connection
 from pgtrickle.engine.elsewhere import NotThereError
 from pgtrickle.engine.explain import explain_program
+from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
+from pgtrickle.engine.other_cut import is_node
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.reach import check_catalog, told
 from pgtrickle.engine.refresh import Engine, OnStep
@@ -160,9 +162,9 @@ class Database:
     ) -> StreamTable:
         """Create a stream table, and fill it unless told otherwise."""
         require_installed(self.conn)
-        with _clear_errors(name):
+        with self._tidy_where_refused(), _clear_errors(name):
             databases = self._import_named(query)
-        with _clear_errors(name), self.conn.transaction():
+        with self._tidy_where_refused(), _clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
             if databases:
                 _require_placeable(name, compiled)
@@ -188,9 +190,20 @@ class Database:
             self._note_mode(id_, mode, compiled.reason)
             if databases:
                 self.engine.subscribe(id_)
+        self.engine.cluster.finish(id_)
         if initialize:
             self.engine.refresh([id_], "INITIAL")
         return self._public(self.engine.rows([id_])[0])
+
+    @contextmanager
+    def _tidy_where_refused(self) -> Iterator[None]:
+        """What was prepared on the nodes of a cluster goes again if there is an error."""
+        try:
+            yield
+        except (psycopg.Error, PgtrickleError):
+            if not (self.conn.broken or self.conn.closed):
+                self.engine.cluster.tidy()
+            raise
 
     def _note_mode(self, id_: int, mode: str, reason: str | None) -> None:
         self.conn.execute("SELECT pgtrickle._note_mode(%s, %s, %s)", (id_, mode, reason))
@@ -265,6 +278,8 @@ class Database:
         # Where one cannot be reached, the service tells it later.
         with suppress(DatabaseFailedError):
             self.engine.elsewhere.unsubscribe_dropped(databases)
+        if any(map(is_node, databases)):
+            self.engine.cluster.tidy()
 
     def add_database(self, name: str, dsn: str, *, roles: Sequence[str] = ()) -> RegisteredDatabase:
         """Register another database, whose tables queries may then name as `name.schema.table`.
@@ -365,7 +380,12 @@ class Database:
         ).fetchall()
         for database, table in rows:
             self.import_table(database, table)
-        return sorted({database for database, _ in rows} | self._resolve_foreign(query))
+        found = {database for database, _ in rows} | self._resolve_foreign(query) | self._spread(query)
+        if found:
+            with self._candidate(query) as view:
+                described = describe_functions(self.engine.elsewhere, view)
+            note_functions(self.conn, described)
+        return sorted(found)
 
     def _resolve_foreign(self, query: str) -> set[str]:
         """Find the registered databases behind the foreign tables that a query reads; gives those that there are."""
@@ -377,6 +397,14 @@ class Database:
                 "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass) WHERE kind = 'f'", (view,)
             ).fetchall()
         return {name for (relation,) in rows if (name := self.engine.elsewhere.servers.resolve(relation)) is not None}
+
+    def _spread(self, query: str) -> set[str]:
+        """Have the distributed tables that a query reads captured on all nodes of the cluster; gives these."""
+        if self.conn.execute("SELECT pgtrickle._has_citus()").fetchone() != (True,):
+            return set()
+        with self._candidate(query) as view:
+            tables = self.engine.cluster.distributed(view)
+        return set(self.engine.cluster.spread(tables))
 
     def resolve_foreign_table(self, table: str, database: str | None = None) -> str | None:
         """Say which registered database a foreign table of postgres_fdw stands for, or find out; None where that fails."""

@@ -144,6 +144,15 @@ def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
 
 def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
     """The table of one member of a set, of which all have one."""
+    if shard["spread"]:  # its columns have the numbers that they have here, on all nodes
+        return replace(
+            stand_in,
+            oid=shard["member_relid"],
+            buffer=f"changes_{shard['source_stable_name']}",
+            database=shard["database"],
+            shard=True,
+            spread=True,
+        )
     own = replace(
         stand_in, oid=shard["member_relid"], columns=stand_in.columns[1:], key=tuple(shard["key"] or ()), shard=True
     )

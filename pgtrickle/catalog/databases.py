@@ -36,7 +36,7 @@ def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
         return cursor.execute(
             "SELECT d.name, d.dsn, d.node, d.roles, ARRAY(SELECT DISTINCT format('%I.%I', f.source_schema, f.source_name)"
             " FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = d.name ORDER BY 1) AS tables"
-            " FROM pgtrickle.pgt_databases AS d ORDER BY d.name"
+            " FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NULL ORDER BY d.name"
         ).fetchall()
 
 
@@ -59,7 +59,7 @@ def registered_sets(conn: psycopg.Connection[Any]) -> list[DatabaseSet]:
             "SELECT s.name, s.pattern, s.server_dsn AS server, ARRAY(SELECT pgtrickle._members_of(s.name)) AS members, s.roles,"
             " ARRAY(SELECT DISTINCT format('%I.%I', t.source_schema, t.source_name) FROM pgtrickle.pgt_sharded_tables AS t"
             " WHERE t.database_set = s.name ORDER BY 1) AS tables, s.problem"
-            " FROM pgtrickle.pgt_database_sets AS s ORDER BY s.name"
+            " FROM pgtrickle.pgt_database_sets AS s WHERE s.name <> '@cluster' ORDER BY s.name"
         ).fetchall()
 
 

@@ -71,7 +71,7 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
             conn,
             "SELECT n.nspname, c.relname FROM pg_class c"
             " JOIN (SELECT relid FROM pgtrickle.pgt_foreign_tables WHERE resolved_by IS NULL"
-            " UNION SELECT relid FROM pgtrickle.pgt_sharded_tables) f"
+            " UNION SELECT relid FROM pgtrickle.pgt_sharded_tables WHERE database_set <> '@cluster') f"
             " ON c.oid = f.relid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace",
         )
@@ -150,13 +150,20 @@ def _settle_service_role(conn: Connection, service_role: str | None) -> None:
 
 
 def _create_schemas(conn: Connection) -> None:
-    taken = [name for name in SCHEMAS if _value(conn, "SELECT to_regnamespace(%s) IS NOT NULL", [name])]
+    # Citus brings a schema to a new node, with the functions that triggers call.
+    brought = _value(
+        conn,
+        "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus') AND to_regnamespace('pgtrickle') IS NULL"
+        " AND (SELECT nspowner = current_user::regrole FROM pg_namespace WHERE nspname = 'pgtrickle_changes')",
+    )
+    wanted = [name for name in SCHEMAS if not (brought and name == "pgtrickle_changes")]
+    taken = [name for name in wanted if _value(conn, "SELECT to_regnamespace(%s) IS NOT NULL", [name])]
     if taken:
         raise InstallError(
             f"Database {_database(conn)} already has a schema {', '.join(taken)} that pgtrickle did not create",
             "Rename or drop it.",
         )
-    for name in SCHEMAS:
+    for name in wanted:
         conn.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
     conn.execute(
         "CREATE TABLE pgtrickle.pgt_schema_version ("

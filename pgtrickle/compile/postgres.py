@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.text import PART, WINDOW, SqlText, hole, ident
+from pgtrickle.compile.text import PART, SHARDS, WINDOW, SqlText, hole, ident
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
@@ -187,6 +187,8 @@ class _Compiler:
     def _scan(self, plan: Scan) -> tuple[str, bool]:
         relation = plan.relation
         table = f"{ident(relation.schema)}.{ident(relation.name)}"
+        if relation.spread:
+            table = f"({hole(f'{SHARDS}{relation.oid}')}) AS t"
         stored = [f"{ident(item.name)} AS {ident(column.id)}" for column, item in plan.fields]
         if plan.version is Version.NEW:
             where = f" WHERE {hole(PART)}" if self.in_parts else ""

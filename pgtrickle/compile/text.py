@@ -16,6 +16,10 @@ _NONCE = secrets.token_hex(8)
 _HOLE = re.compile(rf"⟦{_NONCE}:(\w+)⟧")
 WINDOW = "window"
 PART = "part"  # of a table's blocks
+SHARDS = "shards"  # of a distributed table on one node; the number of the table follows
+
+
+_MEANINGS = {WINDOW: "(the window)", SHARDS: "(its shards here)"}
 
 
 def hole(name: str) -> str:
@@ -24,7 +28,7 @@ def hole(name: str) -> str:
 
 @dataclass(frozen=True)
 class SqlText:
-    """A statement whose holes are `key0` and so on, one for each of `keys`, the window and the part."""
+    """A statement whose holes are `key0` and so on, one for each of `keys`, the window, the part, and shards."""
 
     text: str
     keys: tuple[KeyFilter, ...] = field(default=())
@@ -43,7 +47,7 @@ class SqlText:
 
 def readable(text: str) -> str:
     """The text for a person: holes say what will stand there."""
-    return _HOLE.sub(lambda match: "(the window)" if match.group(1) == WINDOW else "(the keys)", text)
+    return _HOLE.sub(lambda match: _MEANINGS.get(match.group(1).rstrip("0123456789"), "(the keys)"), text)
 
 
 def ident(name: str) -> str:

@@ -60,10 +60,24 @@ def _union_key(plan: UnionAll) -> frozenset[str] | None:
         if key is None:
             return None
         positions.append({i for i, column in enumerate(child.columns) if column.id in key})
+    if all(_is_spread(child) for child in plan.inputs):
+        # The key of a distributed table is one over all nodes.
+        return frozenset(plan.columns[i].id for i in positions[0])
     marks = [i for i in range(len(plan.columns)) if _tells_apart(plan.inputs, i)]
     if not marks or any(found != positions[0] for found in positions):
         return None
     return frozenset(plan.columns[i].id for i in {marks[0], *positions[0]})
+
+
+def _is_spread(plan: Plan) -> bool:
+    """Whether these are rows of a distributed table on one node."""
+    match plan:
+        case Scan(relation=relation):
+            return relation.spread
+        case Filter(input=child) | Project(input=child):
+            return _is_spread(child)
+        case _:
+            return False
 
 
 def _tells_apart(inputs: Sequence[Plan], position: int) -> bool:

@@ -44,13 +44,14 @@ class EmbeddedServer:
         version: ServerVersion = 18,
         settings: Mapping[str, str] | None = None,
         port: int | None = None,
+        binaries: Path | None = None,
     ) -> None:
         self.data_dir = data_dir.absolute()
         self.version = version
         self.settings = dict(settings or {})
         self.log_path = self.data_dir / "server.log"
         self._config_path = self.data_dir / "pgtrickle.conf"
-        self._binaries = find_binaries(version)
+        self._binaries = binaries or find_binaries(version)  # another build of that version, where given
         self._account = server_account()
         self._port = port
         self._port_is_given = port is not None

@@ -10,17 +10,20 @@ import psycopg
 
 
 def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
-    """A connection in autocommit. Behind a pooler it keeps nothing on the server that outlives a transaction."""
+    """A connection in autocommit. Behind a pooler it keeps nothing on the server that outlives a transaction.
+
+    A pooler is known by another process that answers than the one that greeted us.
+    """
     conn = psycopg.connect(conninfo, autocommit=True, **parameters)
-    if behind_pooler(conn):
+    row = conn.execute(
+        "SELECT pg_backend_pid(), EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')", prepare=False
+    ).fetchone()
+    assert row is not None
+    if row[0] != conn.info.backend_pid:
         be_pooled(conn)
+    elif row[1]:
+        conn.execute("SET citus.enable_ddl_propagation = off")  # what we create on a node is that node's
     return conn
-
-
-def behind_pooler(conn: psycopg.Connection[Any]) -> bool:
-    """Whether another process answers than the one that greeted us: a pooler gives out server connections of its own."""
-    row = conn.execute("SELECT pg_backend_pid()", prepare=False).fetchone()
-    return row is not None and row[0] != conn.info.backend_pid
 
 
 def be_pooled(conn: psycopg.Connection[Any]) -> None:

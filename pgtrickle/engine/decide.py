@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pgtrickle.capture.frontier import Frontier
+from pgtrickle.engine.other_cut import is_node
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import StreamTableRow
@@ -102,9 +103,13 @@ def _must_start_over(
         read_before = bool(source.database) and not source.resting and not source.joined
         if read_before and (reason := _forgotten(source, known, now)) is not None:
             return reason
+        if source.moved_in:
+            return f"shards of {source.label} came before their changes were captured there"
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
         if source.captured and source.signature != source.known_signature and not source.joined:
+            if is_node(source.database):
+                return f"shards of {source.label} lack capture triggers"
             return f"capture triggers or partitions of {source.label} changed"
     return None
 

@@ -21,9 +21,19 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.citus import Barrier
 from pgtrickle.engine.foreign_servers import ForeignServers
+from pgtrickle.engine.functions import compare_functions, noted_functions, replaced_functions
 from pgtrickle.engine.offers import Brokers, Interest
-from pgtrickle.engine.other_cut import ForeignSource, OtherCut, end_cut, take_offered_cut, take_other_cut
+from pgtrickle.engine.other_cut import (
+    ForeignSource,
+    OtherCut,
+    end_cut,
+    is_node,
+    shards_on,
+    take_offered_cut,
+    take_other_cut,
+)
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 
@@ -52,6 +62,9 @@ class Elsewhere:
     home: psycopg.Connection[Any]
     connections: Connections = field(default_factory=Connections)
     brokers: Brokers | None = None  # where changes are shared with other databases
+
+    def __post_init__(self) -> None:
+        self.barrier = Barrier(self.connections)
 
     @property
     def servers(self) -> ForeignServers:
@@ -97,10 +110,17 @@ class Elsewhere:
         cuts: dict[str, OtherCut] = {}
         with ExitStack() as stack:
             looked = _at_once(partial(self._has_news, works, dsns), _may_rest(works, wanted))
+            if any(is_node(name) and news is True for name, news in looked.items()):
+                looked = {name: news for name, news in looked.items() if not is_node(name)}  # all nodes, or none
             for database in [name for name, news in looked.items() if news is not True]:
                 del wanted[database]
                 self._lose(looked[database], database, works)
-            shared = wanted.keys() - _read_whole(works) if self.brokers is not None else set()
+            nodes = {name: dsns[name] for name in sorted(wanted) if is_node(name)}
+            if nodes:
+                stack.enter_context(self.barrier.raised(self.home, nodes))
+            shared: set[str] = set()
+            if self.brokers is not None:  # a broker's rows were computed before we could look at functions
+                shared = wanted.keys() - _read_whole(works) - noted_functions(self, list(wanted)).keys()
             for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
                     self._lose(found, database, works)
@@ -108,6 +128,9 @@ class Elsewhere:
                     stack.push(found[0].__exit__)
                     cuts[database] = found[1]
             _refuse_twins(cuts, works)
+            compare_functions(self, cuts, works)
+            if nodes:
+                self._require_all_nodes(works)
             for work in works:
                 work.looks = {
                     name: cut.looks[consumer]
@@ -116,6 +139,17 @@ class Elsewhere:
                     if consumer in cut.looks
                 }
             yield cuts
+
+    def _require_all_nodes(self, works: Sequence[Work]) -> None:
+        """While the barrier is up no shard changes its node: are those cut that have some?"""
+        rows = self.home.execute(
+            "SELECT d.pgt_id, d.through::text, pgtrickle._unread_node(d.through) FROM pgtrickle.pgt_dependencies d"
+            " WHERE d.pgt_id = ANY (%s) AND pgtrickle._unread_node(d.through) IS NOT NULL",
+            ([work.row.pgt_id for work in works],),
+        ).fetchall()
+        for pgt_id, table, node in rows:
+            error = SourceLockedError(f"shards of {table} have come to {node}", "A service tries again by itself.")
+            self._note(error, [work for work in works if work.row.pgt_id == pgt_id])
 
     def _dsns(self, names: Collection[str]) -> dict[str, str]:
         if not names:
@@ -255,8 +289,9 @@ class Elsewhere:
                     check_catalog(conn, database)
                     cut = self._take_offered(conn, database, dsn, sources, proofs) if proofs else None
                     if cut is None:
+                        shards = shards_on(conn, sources) if is_node(database) else []
                         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                        cut = take_other_cut(conn, database, sources)
+                        cut = take_other_cut(conn, database, sources, locked=shards)
                 yield cut
             finally:
                 end_cut(conn)
@@ -369,8 +404,8 @@ class Elsewhere:
                 work.error = DatabaseFailedError(f"database {database} {why}", "The next refresh reads it again.")
 
     def altered(self, works: Sequence[Work]) -> list[Work]:
-        """Those whose sources elsewhere have other partitions or capture triggers than when they were read."""
-        found: list[Work] = []
+        """Those whose sources elsewhere have other partitions, capture triggers or functions than when they were read."""
+        found = replaced_functions(self, works)
         for database in dict.fromkeys(name for work in works for name in work.cut_databases):
             signatures = {
                 source.there: source.signature
@@ -427,6 +462,9 @@ def _may_rest(
 ) -> dict[str, Sequence[ForeignSource]]:
     """Databases that need not be cut if they have no news: members of sets, for stream tables that have read them."""
     whole = _read_whole(works)
+    # What is on the coordinator belongs to the same transactions as what is on the nodes.
+    if any(is_node(name) for name in whole) or any(work.row.reads_here for work in works):
+        whole |= {name for name in wanted if is_node(name)}
     return {name: of for name, of in wanted.items() if all(one.shard for one in of) and name not in whole}
 
 

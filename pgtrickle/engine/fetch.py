@@ -44,6 +44,7 @@ class Reader:
     as_owner: sql.Identifier | None = None
     database: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
+    shards: Mapping[str, str] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
 
     def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
         """The rows of a query as an Arrow table of the given schema."""
@@ -227,6 +228,7 @@ class Fetcher(Generic[T]):
 
         def statement(part: sql.Composable | None) -> sql.Composable:
             holes = {name: condition or sql.SQL("false") for name, condition in conditions.items()}
+            holes |= {name: sql.SQL(rows) for name, rows in reader.shards.items()}
             if database in self.windows:
                 holes[WINDOW] = since(self.windows[database], "__pgt_xid")
             if part is not None:

@@ -17,6 +17,12 @@ from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Offer
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 
+# Tables of a node, with their shards there and a query for the rows of these.
+_PLACED = (
+    "SELECT t, ARRAY(SELECT shard FROM pgtrickle._shards_here(t::oid::regclass)), pgtrickle._rows_here(t::oid::regclass)"
+    " FROM unnest(%s::bigint[]) AS t"
+)
+
 
 @dataclass(frozen=True)
 class ForeignSource:
@@ -63,6 +69,8 @@ class OtherCut:
     snapshot: Snapshot
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server
+    shards: Mapping[int, str] = field(default_factory=dict)  # of a node: queries for its shards, by table
+    placed: frozenset[int] = frozenset()  # of a node: the tables that it has shards of
     looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
     offer: Offer | None = None  # of a broker, whose cut it is
     proof: str = field(default_factory=lambda: str(uuid4()))
@@ -100,17 +108,23 @@ def take_offered_cut(
 
 
 def take_other_cut(
-    conn: psycopg.Connection[Any], database: str, sources: Sequence[ForeignSource], snapshot: str | None = None
+    conn: psycopg.Connection[Any],
+    database: str,
+    sources: Sequence[ForeignSource],
+    snapshot: str | None = None,
+    locked: Sequence[str] = (),
 ) -> OtherCut:
-    """Lock what is read, then take the snapshot, or another's."""
+    """Lock what is read, of a node its shards, then take the snapshot, or another's."""
     conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
     conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
     conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-    names = sorted({(source.schema, source.name) for source in sources})
+    names = [sql.Identifier(*name) for name in sorted({(source.schema, source.name) for source in sources})]
+    placed = {source.there for source in sources} if is_node(database) else set()
+    tables = [sql.SQL(name) for name in locked] if placed else names
     try:
         with conn.transaction():
-            tables = sql.SQL(", ").join(sql.Identifier(*name) for name in names)
-            conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
+            if tables:
+                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(sql.SQL(", ").join(tables)))
     except psycopg.errors.LockNotAvailable as error:
         raise SourceLockedError(
             f"a table of database {database} is locked by another session: {error.diag.message_primary}",
@@ -137,9 +151,27 @@ def take_other_cut(
             (consumers,),
         ).fetchall()
     consumed = {(one.consumer, one.relid): one for one in found}
-    shards = sorted({source.consumer for source in sources if source.shard})
-    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (shards,)).fetchall() if shards else []
-    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], dict(looks))
+    members = sorted({source.consumer for source in sources if source.shard})
+    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
+    placements = conn.execute(_PLACED, (sorted(placed),)).fetchall() if placed else []
+    if sorted(name for _, here, _ in placements for name in here) != sorted(locked):
+        raise SourceLockedError(
+            f"shards came to {database} or left it at this moment", "A service tries again by itself."
+        )
+    shards = {there: rows for there, _, rows in placements}
+    having = frozenset(there for there, here, _ in placements if here)
+    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, having, dict(looks))
+
+
+def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
+    """The shards of these tables that a node has now."""
+    rows = conn.execute(_PLACED, (sorted({source.there for source in sources}),)).fetchall()
+    return [name for _, here, _ in rows for name in here]
+
+
+def is_node(database: str) -> bool:
+    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
+    return database.startswith("@")
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:

@@ -18,6 +18,7 @@ from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
+from pgtrickle.compile.text import SHARDS
 from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
@@ -93,6 +94,7 @@ class Reading:
         with self.elsewhere.cut(works) as others:
             views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
             with take_cut(self.conn, views, writes=writes) as cut:
+                self.elsewhere.barrier.lift()
                 yield replace(cut, others=others)
 
     def compile_unknown(self, works: Sequence[Work]) -> None:
@@ -250,7 +252,8 @@ class Reading:
         row = work.row
         own = Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
         return {"": own} | {
-            name: Reader(cut.others[name].conn, None, name, work.settings) for name in work.cut_databases
+            name: Reader(cut.others[name].conn, None, name, work.settings, _shards_of(work, cut.others[name]))
+            for name in work.cut_databases
         }
 
     def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
@@ -432,6 +435,15 @@ def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
     }
     kept = known.databases if known is not None else {}
     return {name: kept[name] for name in work.row.databases if name in kept} | found
+
+
+def _shards_of(work: Work, cut: OtherCut) -> dict[str, str]:
+    """What a node has of the distributed tables that a stream table reads, by the holes in its fragments."""
+    return {
+        f"{SHARDS}{source.relid}": cut.shards[source.there]
+        for source in work.foreign
+        if source.database == cut.database and source.there in cut.shards
+    }
 
 
 def _shards(work: Work, others: Mapping[str, Reflected]) -> frozenset[int]:

@@ -20,6 +20,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.beside import Beside
+from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.claims import Claims
 from pgtrickle.engine.connection import be_pooled, idle
 from pgtrickle.engine.elsewhere import Elsewhere
@@ -27,6 +28,7 @@ from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
+from pgtrickle.engine.other_cut import ForeignSource, is_node
 from pgtrickle.engine.programs import Plans, Programs
 from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.reading import Reading
@@ -59,6 +61,7 @@ class Engine:
         self.programs = Programs(self.conn, self.plans)
         self.elsewhere = Elsewhere(self.conn, self.connections)
         self.sets = Sets(self.elsewhere)
+        self.cluster = Cluster(self.elsewhere)
         self.reading = Reading(
             self.conn,
             self.programs,
@@ -138,6 +141,7 @@ class Engine:
         again: list[int] = []
         try:
             works, outcome.taken = self.claim(ids, all_or_none=all_or_none)
+            works = self._follow_placements(works)
             self.check_parts(works)
             self.reading.read([work for work in works if work.error is None])
             healthy = [work for work in works if work.error is None]
@@ -184,16 +188,55 @@ class Engine:
                 missing = {source.relid for source in work.sources if not source.attached}
                 stale = tuple(relid for relid in stale if relid in missing)
             elsewhere = {source.relid for source in work.foreign if source.relid in stale}
-            if not stale or not self.elsewhere.subscribe(work, elsewhere):
+            spread = [source for source in work.foreign if source.relid in stale and is_node(source.database)]
+            if not stale or not self._respread(work, spread) or not self.elsewhere.subscribe(work, elsewhere):
                 continue
             for relid in set(stale) - elsewhere:
                 run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
             if known is not None and work.frontier is not None and known.node != work.frontier.node:
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
+            if elsewhere and work.decision is not None and work.decision.reason is not None:
+                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # its new subscription remembers nothing
             self.programs.plans.forget(work.row.pgt_id)
             found.append(work.row.pgt_id)
         return found
+
+    def _follow_placements(self, works: Sequence[Work]) -> list[Work]:
+        """The works, bound anew where Citus has placed their tables otherwise."""
+        if not any(work.row.on_citus for work in works):
+            return list(works)
+        settled = self.cluster.settle()
+        moved = self.cluster.follow([work.row.pgt_id for work in works])
+        if not moved and not settled:
+            return list(works)
+        rows = {row.pgt_id: row for row in self.rows([work.row.pgt_id for work in works])}
+        for work in works:
+            work.row = rows[work.row.pgt_id]
+            if work.row.pgt_id not in moved:
+                continue
+            self.programs.plans.forget(work.row.pgt_id)
+            for table in moved[work.row.pgt_id]:
+                run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({table:d}::oid::regclass)")
+            self.cluster.finish(work.row.pgt_id)
+            foreign = {source.relid for source in self.elsewhere.sources([work])}
+            self.elsewhere.subscribe(work, foreign)
+        return list(works)
+
+    def _respread(self, work: Work, sources: Sequence[ForeignSource]) -> bool:
+        """Fit the capture of distributed tables to them, on all nodes."""
+        if not sources:
+            return True
+        try:
+            for table in self.cluster.behind(work.row.pgt_id):
+                self.cluster.spread([table])
+                run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({table:d}::oid::regclass)")
+            self.cluster.finish(work.row.pgt_id)
+        except (psycopg.Error, PgtrickleError) as error:
+            if self.conn.broken or self.conn.closed:
+                raise
+            work.error = error
+        return work.error is None
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""

@@ -15,7 +15,7 @@ from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.offers import Offer
-from pgtrickle.engine.other_cut import ForeignSource, OtherCut
+from pgtrickle.engine.other_cut import ForeignSource, OtherCut, is_node
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Source:
     shard: bool = False  # it is read as the table of a member of a set
     resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
     joined: bool = False  # a shard that is new: all its rows are changes
+    moved_in: bool = False  # of a node that is new: what it has was read elsewhere, or not captured
 
     @property
     def attached(self) -> bool:
@@ -83,7 +84,8 @@ def changed_sources(
             changed, markers = answers[source.database][source.stable_name, window]
             source = replace(source, changed=changed, markers=markers)
         elif _joins(frontiers[pgt_id], source, elsewhere.get((pgt_id, source.relid))):
-            source = replace(source, changed=True, joined=True)
+            moved_in = is_node(source.database) and source.there in others[source.database].placed
+            source = replace(source, changed=True, joined=True, moved_in=moved_in)
         result[pgt_id].append(source)
     return result
 

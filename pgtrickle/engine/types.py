@@ -39,6 +39,8 @@ class StreamTableRow:
     pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
     lost_members: str  # of a set: waited for, or kept as they were last read
     databases: list[str]  # others that it reads
+    reads_here: bool  # tables of this one too
+    on_citus: bool  # the database has Citus
     session_settings: dict[str, str]
     defining_query: str
     owner: str | None

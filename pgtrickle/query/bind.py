@@ -211,9 +211,12 @@ class Binder:
 
     def _bind_members(self, relation: Relation) -> Plan:
         """One table in many databases: the rows of all, each with its database's name."""
-        inputs = []
+        inputs: list[Plan] = []
         for member in relation.members:
             fields = tuple((self.column(item.name, item.type), item) for item in member.columns)
+            if member.spread:
+                inputs.append(Scan(member, fields))
+                continue
             name = self.column(DATABASE_COLUMN, relation.columns[0].type)
             items = [(name, exp.cast(exp.Literal.string(member.database), "text"))] + [
                 (self.column(column.name, column.type), column.ref()) for column, _ in fields

@@ -90,6 +90,7 @@ class Relation(_Node):
     database: str = ""  # the registered database that it is in; empty for the stream table's own
     members: tuple[Relation, ...] = ()  # of one in many databases, the table of each
     shard: bool = False  # it is such a member
+    spread: bool = False  # of a Citus cluster: its rows are in shards, which the cut knows
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.lease import Lease
@@ -409,7 +410,7 @@ class Scheduler:
             self._tell_others(conn)
 
     def _settle_sets(self, conn: psycopg.Connection[Any]) -> None:
-        """Let databases join the sets that they belong to, beside everything else."""
+        """Let databases join the sets that they belong to, and nodes the cluster, beside everything else."""
         row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
         if row is not None and row[0] and not self._settling:
             self._settling = True
@@ -418,7 +419,9 @@ class Scheduler:
     def _settle(self) -> None:
         try:
             with self.workers.budget.using("sets", self.database) as conn:
-                Sets(Elsewhere(conn, self.watch.connections)).settle()
+                elsewhere = Elsewhere(conn, self.watch.connections)
+                Sets(elsewhere).settle()
+                Cluster(elsewhere).settle()
         finally:
             self._settling = False
 

@@ -38,7 +38,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages =
 AS $$
 BEGIN
     -- The triggers go with their function, whoever owns the table.
-    EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
+    PERFORM pgtrickle._drop_capture_function(stable_name);
     EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name, 'changes_' || stable_name);
     DELETE FROM pgtrickle_changes.pgt_markers AS m WHERE m.source_stable_name = stable_name;
     DELETE FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name;
@@ -47,13 +47,14 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._forget_source(text) FROM PUBLIC;
 
-CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text) RETURNS text
+-- Under the stable name that is given: that of its name, if none is.
+CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text, given_name text DEFAULT NULL) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     source_name text := (SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class AS c
                          JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
-    stable_name text := pgtrickle.stable_hash(source_name);
+    stable_name text := coalesce(given_name, pgtrickle.stable_hash(source_name));
     buffer text := 'pgtrickle_changes.changes_' || stable_name;
     taken_by oid;
 BEGIN
@@ -80,7 +81,7 @@ BEGIN
     RETURN stable_name;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text, text) FROM PUBLIC;
 
 -- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of
 -- the transaction, and a stream table more needs no lock on the source. Its creators come one after the other: two
@@ -152,7 +153,7 @@ BEGIN
         PERFORM pgtrickle._mark(tracking.source_stable_name, 'SCHEMA');
     END IF;
     IF kind <> tracking.capture_kind THEN
-        EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || tracking.source_stable_name);
+        PERFORM pgtrickle._drop_capture_function(tracking.source_stable_name);
     END IF;
     PERFORM pgtrickle._write_capture_function(
         tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind));

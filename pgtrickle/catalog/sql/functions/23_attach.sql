@@ -123,16 +123,21 @@ DECLARE
     former text := current_setting('lock_timeout');
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
     stable_name text;
+    of_citus boolean := pgtrickle._is_citus_source(source);
 BEGIN
-    IF pgtrickle._is_captured(source, columns) THEN
+    IF NOT of_citus AND pgtrickle._is_captured(source, columns) THEN
         RETURN (SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = source);
     END IF;
     PERFORM pgtrickle._check_trigger_rights(source);
     PERFORM set_config('lock_timeout', timeout, true);
     BEGIN
-        PERFORM pgtrickle._lock_source(source);
-        stable_name := pgtrickle._track(source, columns);
-        PERFORM pgtrickle._attach_triggers(source);
+        IF of_citus THEN
+            stable_name := pgtrickle._attach_shards(source);
+        ELSE
+            PERFORM pgtrickle._lock_source(source);
+            stable_name := pgtrickle._track(source, columns);
+            PERFORM pgtrickle._attach_triggers(source);
+        END IF;
     EXCEPTION WHEN lock_not_available THEN
         RAISE EXCEPTION 'could not lock % within %: held by %', source, timeout, pgtrickle._lock_holders(source)
             USING ERRCODE = 'lock_not_available',
@@ -162,6 +167,9 @@ DECLARE
     capture oid;
 BEGIN
     SELECT * INTO tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
+    IF tracking.capture_kind = 'shards' THEN
+        RETURN pgtrickle._shard_signature(source, tracking.source_stable_name);
+    END IF;
     capture := to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name));
     RETURN pgtrickle.stable_hash(concat_ws('|',
         source::oid, pgtrickle._capture_kind(source),

@@ -17,6 +17,7 @@ BEGIN
     SELECT source_relid INTO source FROM pgtrickle.pgt_change_tracking AS t
     WHERE t.source_stable_name = stable_name FOR UPDATE SKIP LOCKED;
     RETURN FOUND AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = source)
+        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = source)
         AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = source);
 END
 $$;
@@ -27,14 +28,12 @@ REVOKE ALL ON FUNCTION pgtrickle._is_unused(text) FROM PUBLIC;
 CREATE OR REPLACE FUNCTION pgtrickle._end_capture(stable_name text, only_unused boolean) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
-DECLARE
-    capture text := 'pgtrickle_changes.capture_' || stable_name || '()';
 BEGIN
     -- Shorter than deadlock_timeout: somebody who begins to track holds the table and waits for the row locked here.
     PERFORM set_config('lock_timeout', '500ms', true);
     BEGIN
         IF NOT only_unused THEN
-            EXECUTE format('DROP FUNCTION IF EXISTS %s CASCADE', capture);
+            PERFORM pgtrickle._drop_capture_function(stable_name);
         ELSIF pgtrickle._is_unused(stable_name) THEN
             PERFORM pgtrickle._forget_source(stable_name);
         END IF;
@@ -60,6 +59,7 @@ BEGIN
     FOR tracking IN
         SELECT t.source_relid, t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t
         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = t.source_relid)
+          AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.source_relid)
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = t.source_relid)
     LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, true) THEN

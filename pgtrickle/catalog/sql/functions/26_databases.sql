@@ -48,6 +48,9 @@ DECLARE
     stand_in record;
 BEGIN
     PERFORM pgtrickle._require_administrator('remove registered databases');
+    IF name LIKE '@%' THEN
+        RAISE EXCEPTION '% is a node of the cluster', name USING ERRCODE = 'feature_not_supported', HINT = 'Citus removes it: citus_remove_node().';
+    END IF;
     IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_database.name) THEN
         PERFORM pgtrickle._remove_set(name);
         RETURN;
@@ -156,6 +159,9 @@ AS $$
 DECLARE
     granted text[] := pgtrickle._users_of(name);
 BEGIN
+    IF name LIKE '@%' THEN
+        RETURN; -- a node of this cluster: rights on the distributed table decide
+    END IF;
     IF NOT EXISTS (SELECT FROM unnest(granted) AS role JOIN pg_roles AS r ON r.rolname = role
                    WHERE pg_has_role(pgtrickle._caller(), r.oid, 'MEMBER')) THEN
         PERFORM pgtrickle._require_administrator(format('read tables of the registered database %I', name));

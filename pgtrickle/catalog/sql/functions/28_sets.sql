@@ -194,7 +194,7 @@ BEGIN
     WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     IF gone IS NOT NULL THEN
         UPDATE pgtrickle.pgt_stream_tables AS s
-        SET reinit_reason = format('%s left the set of databases', gone), next_due = '-infinity'
+        SET reinit_reason = format(CASE WHEN gone LIKE '%%@%%' THEN '%s left the cluster' ELSE '%s left the set of databases' END, gone), next_due = '-infinity'
         WHERE s.frontier IS NOT NULL
           AND EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     ELSE -- looked at, at once

@@ -98,13 +98,12 @@ BEGIN
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Its result would differ each time. Store such values in a table, or declare the function STABLE or IMMUTABLE if it is.';
     END IF;
-    -- They would run there with the rights of whoever reads, and need not be the same as here.
-    SELECT string_agg(format('%s', fn::regprocedure), ', ') INTO offending FROM pgtrickle._functions_used(view)
-    WHERE nspname <> 'pg_catalog' AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_stand_in(s.relation));
+    offending := pgtrickle._function_conflicts(view);
     IF offending IS NOT NULL THEN
-        RAISE EXCEPTION 'the query reads other databases and calls functions that are not PostgreSQL''s own: %', offending
+        RAISE EXCEPTION 'the query calls functions that are not the same in all databases that it reads: %', offending
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Compute them in the database of their arguments: a stream table there can be read here.';
+                  HINT = 'Create them there as they are here, owned by the role that reads there; `pgtrickle create` and Python compare them.'
+                         ' Or compute them in the database of their arguments: a stream table there can be read here.';
     END IF;
     IF EXISTS (SELECT FROM pgtrickle._rules(view) AS r WHERE r.tree LIKE '%{ROWMARKCLAUSE %') THEN
         RAISE EXCEPTION 'the query locks rows (FOR UPDATE or FOR SHARE)'

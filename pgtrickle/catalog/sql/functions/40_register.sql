@@ -148,7 +148,8 @@ BEGIN
     SELECT jsonb_object_agg(source_relid::oid, capture_signature) INTO signatures FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     DELETE FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     INSERT INTO pgtrickle.pgt_dependencies
-        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through)
+        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through,
+         source_placement)
     SELECT id, source.relation, n.nspname, c.relname,
            CASE WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
                 WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
@@ -158,7 +159,8 @@ BEGIN
            coalesce(f.database || '/' || f.source_stable_name,
                     (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source.relation),
                     pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
-           signatures ->> source.relation::oid::text, source.through
+           signatures ->> source.relation::oid::text, source.through,
+           pgtrickle._citus_placement(coalesce(source.through, source.relation))
     FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id)) AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace

@@ -127,7 +127,7 @@ DECLARE
 BEGIN
     FOR source IN
         SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
-        WHERE pgtrickle._can_capture(s.relation) AND NOT pgtrickle._is_stand_in(s.relation) ORDER BY s.relation::oid
+        WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_spread(s.relation)) ORDER BY s.relation::oid
     LOOP
         PERFORM pgtrickle._attach(source.relation, source.columns);
     END LOOP;

@@ -1,0 +1,91 @@
+-- Citus: whether it is there, what kind of table a source is for it, and which of its rows are on this node.
+
+CREATE OR REPLACE FUNCTION pgtrickle._has_citus() RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')
+$$;
+
+-- The group of this node: 0 on a coordinator, and where there is no Citus.
+CREATE OR REPLACE FUNCTION pgtrickle._citus_group() RETURNS integer
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT pgtrickle._has_citus() THEN
+        RETURN 0;
+    END IF;
+    RETURN (SELECT g.groupid FROM pg_dist_local_group AS g);
+END
+$$;
+
+-- local, reference, distributed (of one shard, too), or citus_local: on the coordinator, and known to Citus.
+CREATE OR REPLACE FUNCTION pgtrickle._citus_placement(relation regclass) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    known record;
+BEGIN
+    IF NOT pgtrickle._has_citus() THEN
+        RETURN 'local';
+    END IF;
+    SELECT p.partmethod, p.repmodel, p.colocationid INTO known FROM pg_dist_partition AS p WHERE p.logicalrelid = relation;
+    RETURN CASE WHEN NOT FOUND THEN 'local'
+                WHEN known.partmethod = 'n' AND known.repmodel = 't' THEN 'reference'
+                WHEN known.partmethod = 'n' AND known.colocationid = 0 THEN 'citus_local'
+                ELSE 'distributed' END;
+END
+$$;
+
+-- Whether a table is captured as one that Citus has, or may have at any time: any ordinary table of a database with Citus.
+CREATE OR REPLACE FUNCTION pgtrickle._is_citus_source(relation regclass) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pgtrickle._has_citus()
+       AND (pgtrickle._citus_placement(relation) <> 'local'
+            OR (SELECT c.relkind = 'r' FROM pg_class AS c WHERE c.oid = relation)
+               AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE relation IN (i.inhrelid, i.inhparent))
+               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid = relation))
+$$;
+
+-- The shards of a distributed table that are on this node.
+CREATE OR REPLACE FUNCTION pgtrickle._shards_here(relation regclass) RETURNS TABLE (shardid bigint, shard text)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN QUERY
+    SELECT s.shardid, format('%I.%I', n.nspname, shard_name(s.logicalrelid, s.shardid, true))
+    FROM pg_dist_shard AS s
+    JOIN pg_dist_placement AS p USING (shardid)
+    JOIN pg_class AS c ON c.oid = s.logicalrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE s.logicalrelid = relation AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) AND p.shardstate = 1
+    ORDER BY s.shardid;
+END
+$$;
+
+-- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.
+CREATE OR REPLACE FUNCTION pgtrickle._rows_here(relation regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce((SELECT string_agg('SELECT * FROM ' || h.shard, ' UNION ALL ' ORDER BY h.shardid) FROM pgtrickle._shards_here(relation) AS h),
+                    (SELECT format('SELECT (NULL::%I.%I).* WHERE false', n.nspname, c.relname)
+                     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = relation))
+$$;
+
+-- Nodes that have rows, or may have: all primaries of the cluster.
+CREATE OR REPLACE FUNCTION pgtrickle._citus_nodes() RETURNS TABLE (groupid integer, host text, port integer)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF pgtrickle._has_citus() THEN
+        RETURN QUERY SELECT n.groupid, n.nodename, n.nodeport FROM pg_dist_node AS n
+                     WHERE n.noderole = 'primary' AND n.isactive ORDER BY n.groupid;
+    END IF;
+END
+$$;
+
+-- The name under which a node is known among the registered databases; none that a query could name.
+CREATE OR REPLACE FUNCTION pgtrickle._node_name(groupid integer) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT '@node_' || groupid
+$$;

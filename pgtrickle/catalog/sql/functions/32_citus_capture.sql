@@ -1,0 +1,294 @@
+-- Capture of tables that Citus has, or may have at any time. Triggers on a distributed table are Citus's business: it puts them on the
+-- shards, and carries them along when shards move. They write into buffers of the node that they fire on.
+
+-- What nodes have to know to capture a table's changes. The function's text is the same everywhere, for Citus copies functions to new
+-- nodes: it names no table by its number, and every column by its name.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_capture(source regclass) RETURNS jsonb
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT jsonb_build_object(
+        'name', format('%I.%I', n.nspname, c.relname),
+        'stable_name', coalesce((SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source),
+                                -- One that Citus made anew has kept its triggers.
+                                (SELECT min(t.source_stable_name) FROM pgtrickle.pgt_change_tracking AS t
+                                 JOIN pg_trigger AS g ON g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
+                                 WHERE NOT EXISTS (SELECT FROM pg_class AS o WHERE o.oid = t.source_relid)),
+                                pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+        'placement', pgtrickle._citus_placement(source),
+        'columns', (SELECT jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname, 'type', format_type(a.atttypid, NULL),
+                                                        'typmod', a.atttypmod, 'stored', pgtrickle._buffer_type(source, a.attnum))
+                                     ORDER BY a.attnum)
+                    FROM pg_attribute AS a
+                    WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> 'v'))
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
+$$;
+
+-- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
+-- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows themselves tell what they are.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format($body$
+#variable_conflict use_column
+DECLARE
+    wanting text;
+    fits boolean;
+    spare boolean;
+BEGIN
+    IF to_regclass('pgtrickle_changes.changes_%1$s') IS NULL THEN
+        RETURN NULL; -- a new node, which nobody reads yet: who will starts over%2$s
+    ELSIF TG_OP = 'TRUNCATE' THEN
+        IF to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL THEN
+            IF EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = TG_RELID) THEN
+                RETURN NULL; -- its shards tell
+            END IF;
+        END IF;
+        PERFORM pgtrickle._mark('%1$s', 'TRUNCATE');
+        RETURN NULL;
+    ELSIF TG_OP = 'INSERT' THEN
+        IF NOT EXISTS (SELECT FROM __pgt_new) THEN
+            RETURN NULL;
+        END IF;
+    ELSIF NOT EXISTS (SELECT FROM __pgt_old) THEN
+        RETURN NULL;
+    END IF;
+    IF current_setting('transaction_isolation') = 'read committed' THEN
+        fits := (SELECT count(*) = %3$s FROM pg_attribute
+                 WHERE attrelid = TG_RELID AND NOT attisdropped AND (attname, atttypid, atttypmod) IN (%4$s));
+    ELSIF TG_OP = 'DELETE' THEN
+        fits := (SELECT %5$s FROM (SELECT * FROM __pgt_old LIMIT 1) AS r);
+        IF fits THEN
+            fits := (SELECT %6$s FROM (SELECT * FROM __pgt_old LIMIT 1) AS r);
+        END IF;
+    ELSE
+        fits := (SELECT %5$s FROM (SELECT * FROM __pgt_new LIMIT 1) AS r);
+        IF fits THEN
+            fits := (SELECT %6$s FROM (SELECT * FROM __pgt_new LIMIT 1) AS r);
+        END IF;
+    END IF;
+    IF NOT fits THEN
+        wanting := 'SCHEMA';
+    ELSIF pg_stat_get_live_tuples('pgtrickle_changes.changes_%1$s'::regclass)
+              + pg_stat_get_live_tuples('pgtrickle_changes.spare_%1$s'::regclass) > %7$s
+          AND pgtrickle._overflows('pgtrickle_changes.changes_%1$s') THEN
+        wanting := 'OVERFLOW';
+    END IF;
+    IF wanting IS NOT NULL THEN
+        PERFORM pgtrickle._mark('%1$s', wanting);
+        RETURN NULL;
+    END IF;
+    INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES ('%1$s', pg_current_xact_id()::text::bigint);
+    -- Which of the two tables is written: see _purge().
+    spare := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
+    IF TG_OP = 'INSERT' THEN
+        %8$s
+    ELSIF TG_OP = 'UPDATE' THEN
+        %9$s
+    ELSE
+        %10$s
+    END IF;
+    RETURN NULL;
+END
+$body$,
+        definition ->> 'stable_name',
+        -- A change of a reference table happens on every node.
+        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$
+    ELSIF pgtrickle._citus_group() <> 0 THEN
+        RETURN NULL; -- the coordinator has the same change$body$ ELSE '' END,
+        count(*),
+        string_agg(format('(%L, %L::regtype, %s)', c ->> 'name', c ->> 'type', c ->> 'typmod'), ', ' ORDER BY (c ->> 'attnum')::int),
+        format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
+               array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)),
+        string_agg(format('pg_typeof(r.%I) = %L::regtype', c ->> 'name', c ->> 'type'), ' AND ' ORDER BY (c ->> 'attnum')::int),
+        pgtrickle._setting('max_buffer_rows'),
+        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), 1%s FROM __pgt_new AS r'),
+        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%1$s FROM __pgt_old AS r'
+                              ' UNION ALL SELECT (SELECT pg_current_xact_id()::text::bigint), 1%1$s FROM __pgt_new AS r'),
+        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%s FROM __pgt_old AS r'))
+    FROM jsonb_array_elements(definition -> 'columns') AS c
+$$;
+
+-- The rows of a transition table into one of the two tables of the buffer.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_rows(definition jsonb, rows text) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format($body$IF spare THEN
+            INSERT INTO pgtrickle_changes.spare_%1$s (__pgt_xid, __pgt_w%2$s) %3$s;
+        ELSE
+            INSERT INTO pgtrickle_changes.changes_%1$s (__pgt_xid, __pgt_w%2$s) %3$s;
+        END IF;$body$,
+        definition ->> 'stable_name', string_agg(', c' || (c ->> 'attnum'), '' ORDER BY (c ->> 'attnum')::int),
+        format(rows, string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY (c ->> 'attnum')::int)))
+    FROM jsonb_array_elements(definition -> 'columns') AS c
+$$;
+
+-- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
+CREATE OR REPLACE FUNCTION pgtrickle._track_shards(definition jsonb) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    source regclass := (definition ->> 'name')::regclass;
+    stable_name text := definition ->> 'stable_name';
+    buffer regclass;
+    col jsonb;
+    has text;
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.track ' || stable_name, 0));
+    -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
+    UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
+    WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
+      AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = t.source_relid);
+    IF FOUND THEN
+        PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
+        UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;
+    ELSIF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source) THEN
+        PERFORM pgtrickle._begin_tracking(source, 'shards', stable_name);
+    END IF;
+    buffer := format('pgtrickle_changes.%I', 'changes_' || stable_name)::regclass;
+    FOR col IN SELECT jsonb_array_elements(definition -> 'columns') LOOP
+        has := (SELECT pgtrickle._buffer_type(buffer, a.attnum) FROM pg_attribute AS a
+                WHERE a.attrelid = buffer AND a.attname = 'c' || (col ->> 'attnum') AND NOT a.attisdropped);
+        CONTINUE WHEN has = col ->> 'stored';
+        IF has IS NOT NULL THEN
+            EXECUTE format('ALTER TABLE %s DROP COLUMN c%s', buffer, col ->> 'attnum');
+            PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
+        END IF;
+        EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
+    END LOOP;
+    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition));
+    UPDATE pgtrickle.pgt_change_tracking AS t
+    SET capture_kind = 'shards',
+        tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
+    WHERE t.source_relid = source;
+END
+$$;
+
+-- What has rows of a table on this node: its shards, or the table itself.
+CREATE OR REPLACE FUNCTION pgtrickle._captured_here(source regclass) RETURNS TABLE (relation regclass, suffix text)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF pgtrickle._citus_placement(source) = 'local' THEN
+        RETURN QUERY SELECT source, '';
+    ELSE
+        RETURN QUERY SELECT to_regclass(h.shard), '_' || h.shardid FROM pgtrickle._shards_here(source) AS h
+                     WHERE to_regclass(h.shard) IS NOT NULL;
+    END IF;
+END
+$$;
+
+-- TRUNCATE triggers here: Citus sends them to shards that move, not to those that are there. Replacing one waits for the writers of its
+-- table, and keeps new ones out until the end of the transaction.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_truncate(source regclass, stable_name text, anew boolean) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    here record;
+    trigger_name text;
+BEGIN
+    FOR here IN SELECT * FROM pgtrickle._captured_here(source) ORDER BY relation::oid LOOP
+        trigger_name := format('pgtrickle_capture_truncate_%s%s', stable_name, here.suffix);
+        IF anew OR NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = here.relation AND t.tgname = trigger_name) THEN
+            EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
+                           trigger_name, here.relation, 'capture_' || stable_name);
+        END IF;
+    END LOOP;
+END
+$$;
+
+-- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another text of the function must
+-- have ended before rows are read: what it stores is what that text says.
+CREATE OR REPLACE FUNCTION pgtrickle._fit_shards(definition jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
+    source regclass := (definition ->> 'name')::regclass;
+    former text := current_setting('lock_timeout');
+    timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
+BEGIN
+    PERFORM set_config('lock_timeout', timeout, true);
+    IF pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
+        PERFORM pgtrickle._attach_truncate(source, definition ->> 'stable_name', true);
+    END IF;
+    PERFORM pgtrickle._track_shards(definition);
+    IF EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture) THEN
+        PERFORM pgtrickle._attach_truncate(source, definition ->> 'stable_name', false);
+    END IF;
+    PERFORM set_config('lock_timeout', former, true);
+EXCEPTION WHEN lock_not_available THEN
+    RAISE EXCEPTION 'could not lock % within %', source, timeout
+        USING ERRCODE = 'lock_not_available', HINT = 'Try again when its writers have ended, or raise the setting lock_timeout_ms.';
+END
+$$;
+
+-- The triggers, by the coordinator. Every node has its buffer already, or its writers' changes would be missed.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_shards(source regclass) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    definition jsonb := pgtrickle._shard_capture(source);
+    stable_name text := definition ->> 'stable_name';
+    former text;
+    operation text;
+    trigger_name text;
+BEGIN
+    IF pgtrickle._citus_group() <> 0 THEN
+        RETURN stable_name; -- on a node, which the coordinator has told what to capture
+    END IF;
+    PERFORM pgtrickle._fit_shards(definition);
+    former := current_setting('citus.enable_ddl_propagation');
+    IF pgtrickle._citus_placement(source) <> 'local' THEN
+        PERFORM set_config('citus.enable_unsafe_triggers', 'on', true), set_config('citus.enable_ddl_propagation', 'on', true);
+    END IF;
+    FOREACH operation IN ARRAY ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE'] LOOP
+        trigger_name := 'pgtrickle_capture_' || lower(operation) || '_' || stable_name;
+        CONTINUE WHEN EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname = trigger_name AND t.tgenabled = 'O');
+        EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s EXECUTE FUNCTION pgtrickle_changes.%I()', trigger_name, operation, source,
+            CASE operation WHEN 'TRUNCATE' THEN 'FOR EACH STATEMENT'
+                           WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new FOR EACH STATEMENT'
+                           WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new FOR EACH STATEMENT'
+                           ELSE 'REFERENCING OLD TABLE AS __pgt_old FOR EACH STATEMENT' END,
+            'capture_' || stable_name);
+    END LOOP;
+    PERFORM set_config('citus.enable_ddl_propagation', former, true);
+    PERFORM pgtrickle._attach_truncate(source, stable_name, false);
+    RETURN stable_name;
+END
+$$;
+
+-- With the triggers that call it. A coordinator's goes on all nodes.
+CREATE OR REPLACE FUNCTION pgtrickle._drop_capture_function(stable_name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    former text := current_setting('citus.enable_ddl_propagation', true);
+BEGIN
+    IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
+       AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
+        PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
+    END IF;
+    EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
+    IF former IS NOT NULL THEN
+        PERFORM set_config('citus.enable_ddl_propagation', former, true);
+    END IF;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
+
+-- Changes when a table is placed otherwise, or what has its rows here lacks a trigger. Shards may come and go: what changed of them before is in
+-- the buffer of the node that they were on, and the changes of all nodes together are those of the table.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', pgtrickle._citus_placement(source),
+        (SELECT bool_and(4 = (SELECT count(*) FROM pg_trigger AS t
+                              WHERE t.tgrelid = h.relation AND t.tgenabled = 'O'
+                                AND t.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))) IS NOT FALSE
+         FROM pgtrickle._captured_here(source) AS h),
+        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p
+         WHERE p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))));
+END
+$$;

@@ -1,0 +1,112 @@
+-- The nodes of the cluster as databases that distributed tables are read from.
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_administrator('register nodes of the cluster');
+    INSERT INTO pgtrickle.pgt_databases AS d (name, dsn, node, roles, registered_by, citus_group)
+    VALUES (pgtrickle._node_name(groupid), dsn, node, '{}', pgtrickle._caller(), groupid)
+    ON CONFLICT ON CONSTRAINT pgt_databases_pkey DO UPDATE SET dsn = excluded.dsn, node = excluded.node;
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, members, registered_by)
+    VALUES ('@cluster', ARRAY[pgtrickle._node_name(groupid)], pgtrickle._caller())
+    ON CONFLICT (name) DO UPDATE SET members = CASE WHEN pgtrickle._node_name(groupid) = ANY (s.members) THEN s.members
+                                                    ELSE s.members || pgtrickle._node_name(groupid) END;
+END
+$$;
+
+-- A distributed table is read from these nodes from now on.
+CREATE OR REPLACE FUNCTION pgtrickle._spread(source regclass, groups integer[]) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name)
+    SELECT source, '@cluster', n.nspname, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+    WHERE c.oid = source
+    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name;
+    PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(g) FROM unnest(groups) AS g));
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._is_spread(relation regclass) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation AND t.database_set = '@cluster')
+$$;
+
+-- A node that has shards of a distributed table and is not among those that it is read from.
+CREATE OR REPLACE FUNCTION pgtrickle._unread_node(relation regclass) RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF relation IS NULL OR NOT pgtrickle._is_spread(relation) THEN
+        RETURN NULL;
+    END IF;
+    RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
+            WHERE s.logicalrelid = relation AND p.shardstate = 1
+              AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m
+                              WHERE m.relid = relation AND m.database = pgtrickle._node_name(p.groupid)));
+END
+$$;
+
+-- Distributed tables that are not read from all nodes of the cluster, or from one that it has no longer.
+CREATE OR REPLACE FUNCTION pgtrickle._unsettled_tables() RETURNS SETOF regclass
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT t.relid FROM pgtrickle.pgt_sharded_tables AS t
+    WHERE t.database_set = '@cluster' AND pgtrickle._citus_placement(t.relid) = 'distributed'
+      AND ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
+          <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
+$$;
+
+-- Stream tables whose sources are placed otherwise than when they were last looked at, or were made anew by Citus, which makes
+-- the views on them anew too: bound again. Gives the tables that are captured as Citus has them, to be looked at.
+CREATE OR REPLACE FUNCTION pgtrickle._follow_placements(ids bigint[]) RETURNS TABLE (id bigint, relation regclass)
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    stream_table record;
+BEGIN
+    IF NOT pgtrickle._has_citus() THEN
+        RETURN;
+    END IF;
+    FOR stream_table IN
+        SELECT s.pgt_id, to_regclass('pgtrickle_views.q_' || s.pgt_id) AS view, s.view_relid FROM pgtrickle.pgt_stream_tables AS s
+        WHERE s.pgt_id = ANY (ids)
+    LOOP
+        CONTINUE WHEN stream_table.view IS NULL;
+        CONTINUE WHEN stream_table.view = stream_table.view_relid AND NOT EXISTS (
+               SELECT FROM pgtrickle.pgt_dependencies AS d
+               LEFT JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
+               WHERE d.pgt_id = stream_table.pgt_id
+                 AND (d.source_placement IS DISTINCT FROM pgtrickle._citus_placement(coalesce(d.through, d.source_relid))
+                      OR d.source_placement = 'distributed' AND d.through IS NULL
+                      OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
+                      OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
+                      OR pgtrickle._unread_node(d.through) IS NOT NULL));
+        -- A table that is not distributed any more is read here again.
+        DELETE FROM pgtrickle.pgt_sharded_tables AS t
+        WHERE t.database_set = '@cluster' AND pgtrickle._citus_placement(t.relid) <> 'distributed';
+        UPDATE pgtrickle.pgt_stream_tables AS s
+        SET view_relid = stream_table.view,
+            reinit_reason = CASE WHEN s.frontier IS NOT NULL THEN 'a table that it reads was distributed otherwise, or shards are where nobody read them' END
+        WHERE s.pgt_id = stream_table.pgt_id;
+        PERFORM pgtrickle._register_sources(stream_table.pgt_id);
+        id := stream_table.pgt_id;
+        FOR relation IN SELECT s.relation FROM pgtrickle._sources(stream_table.view) AS s WHERE pgtrickle._is_citus_source(s.relation) LOOP
+            RETURN NEXT;
+        END LOOP;
+    END LOOP;
+END
+$$;
+
+-- Distributed tables that no stream table reads are not read from the nodes any more. Gives the nodes' names, where capture is to be ended.
+CREATE OR REPLACE FUNCTION pgtrickle._unused_nodes() RETURNS SETOF text
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    DELETE FROM pgtrickle.pgt_sharded_tables AS t
+    WHERE t.database_set = '@cluster' AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.relid);
+    RETURN QUERY SELECT d.name FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL ORDER BY 1;
+END
+$$;

@@ -1,0 +1,83 @@
+"""Functions of users that queries over several databases call: compared before they are relied on, at every cut.
+
+They are evaluated where their arguments are, so they must return the same everywhere. Nothing tells us when one is replaced
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+
+from pgtrickle.engine.other_cut import OtherCut
+from pgtrickle.errors import SourceChangedError
+
+if TYPE_CHECKING:
+    from pgtrickle.engine.elsewhere import Elsewhere
+    from pgtrickle.engine.work import Work
+
+_DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._describe_functions(%s)"
+
+
+def describe_functions(elsewhere: Elsewhere, view: int) -> dict[str, list[tuple[Any, ...]]]:
+    """What each of the databases that a view reads says of the functions that it calls."""
+    home = elsewhere.home
+    rows = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
+    if not rows:
+        return {}
+    names = [name for (name,) in rows]
+    databases = home.execute("SELECT pgtrickle._databases_behind(%s::oid::regclass)", (view,)).fetchall()
+    return {database: elsewhere.ask(database, _DESCRIBE, (names,)) for (database,) in databases}
+
+
+def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
+    """Keep that for the check at creation."""
+    for database, found in described.items():
+        names, definitions, _, problems = (list(column) for column in zip(*found, strict=True))
+        home.execute("SELECT pgtrickle._note_functions(%s, %s, %s, %s)", (database, names, definitions, problems))
+
+
+def compare_functions(elsewhere: Elsewhere, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
+    """Who calls a function that is not the same in a database of the cut as here gets an error that says so."""
+    known = noted_functions(elsewhere, list(cuts))
+    if not known:
+        return
+    home = elsewhere.home
+    every = sorted({name for names in known.values() for name in names})
+    here = {name: definition for name, definition, _, _ in home.execute(_DESCRIBE, (every,)).fetchall()}
+    for work in works:
+        used = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (work.row.view_relid,)).fetchall()
+        for database in set(work.row.databases) & known.keys():
+            names = [name for (name,) in used]
+            versions = {}
+            for name, definition, version, problem in cuts[database].conn.execute(_DESCRIBE, (names,)).fetchall():
+                if problem is not None or definition != here.get(name):
+                    work.error = SourceChangedError(
+                        f"function {name} cannot be relied on in database {database}:"
+                        f" {problem or 'it is not the same as here'}",
+                        "Make it the same in both; the next refresh goes on.",
+                    )
+                versions[name] = version
+            work.functions[database] = versions
+
+
+def replaced_functions(elsewhere: Elsewhere, works: Sequence[Work]) -> list[Work]:
+    """Those that called functions elsewhere which were replaced since the cut."""
+    found = []
+    for work in works:
+        for database, versions in work.functions.items():
+            rows = elsewhere.ask(database, _DESCRIBE, (list(versions),))
+            if {name: version for name, _, version, _ in rows} != versions:
+                found.append(work)
+    return found
+
+
+def noted_functions(elsewhere: Elsewhere, databases: Sequence[str]) -> dict[str, list[str]]:
+    """The functions that stream tables may call in these databases."""
+    rows = elsewhere.home.execute(
+        "SELECT database, array_agg(function) FROM pgtrickle.pgt_foreign_functions WHERE database = ANY (%s) GROUP BY 1",
+        (databases,),
+    ).fetchall()
+    return dict(rows)

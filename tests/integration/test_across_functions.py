@@ -1,0 +1,127 @@
+"""Functions of users in queries over several databases: the same everywhere, or refused with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+import pgtrickle
+from pgtrickle.errors import InvalidQueryError, SourceChangedError
+from tests.support.oracle import assert_equal_to_query
+from tests.support.three import Three
+
+TWICE = "CREATE OR REPLACE FUNCTION twice(n int) RETURNS int {} LANGUAGE sql AS 'SELECT {} * n'"
+QUERY = "SELECT id, twice(rank) AS more, twice(id) AS id2 FROM crm.public.customers WHERE twice(id) > 10"
+
+
+@pytest.fixture
+def db(three: Three) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(three.home.dsn) as connected:
+        yield connected
+
+
+def create_function(three: Three, *names: str, volatility: str = "IMMUTABLE", factor: int = 2) -> None:
+    for name in names:
+        three.conns[name].execute(TWICE.format(volatility, factor).encode())
+
+
+def assert_exact(three: Three) -> None:
+    """The stream table is what its query gives over the customers, all in one database."""
+    crm, home = three.conns["crm"], three.conns["home"]
+    rows = home.execute("SELECT id, more, id2 FROM twofold").fetchall()
+    crm.execute("DROP TABLE IF EXISTS stored")
+    crm.execute("CREATE TABLE stored (id int, more int, id2 int)")
+    with crm.cursor() as cursor:
+        cursor.executemany("INSERT INTO stored VALUES (%s, %s, %s)", rows)
+    assert_equal_to_query(crm, "stored", QUERY.replace("crm.", ""))
+
+
+def test_the_same_function_is_evaluated_where_the_rows_are(three: Three, db: pgtrickle.Database) -> None:
+    create_function(three, "home", "crm")
+    db.create_stream_table("twofold", QUERY)
+    assert_exact(three)
+    three.conns["crm"].execute("UPDATE customers SET rank = rank + 1 WHERE id % 3 = 0")
+    (result,) = db.refresh("twofold")
+    assert result.action == "DIFFERENTIAL"
+    assert_exact(three)
+
+
+@pytest.mark.parametrize(
+    ("there", "reason"),
+    [
+        ({"volatility": "STABLE"}, "it is not the same as here"),
+        ({"factor": 3}, "it is not the same as here"),
+        (None, "there is none"),
+    ],
+)
+def test_another_function_is_refused(
+    three: Three, db: pgtrickle.Database, there: dict[str, str | int] | None, reason: str
+) -> None:
+    create_function(three, "home")
+    if there is not None:
+        create_function(three, "crm", **there)  # type: ignore[arg-type]
+    with pytest.raises(InvalidQueryError, match=rf"public\.twice\(integer\) in database crm: {reason}"):
+        db.create_stream_table("twofold", QUERY)
+    assert db.stream_tables() == []
+    create_function(three, "crm")
+    db.create_stream_table("twofold", QUERY)
+    assert_exact(three)
+
+
+def test_sql_asks_for_the_comparison_first(three: Three, db: pgtrickle.Database) -> None:
+    create_function(three, "home", "crm")
+    db.import_table("crm", "public.customers")
+    create = "SELECT pgtrickle.create_stream_table('twofold', %s, initialize => false)"
+    with pytest.raises(psycopg.errors.FeatureNotSupported, match="not compared yet"):
+        db.conn.execute(create, (QUERY,))
+    db.create_stream_table("first", QUERY)
+    db.conn.execute(create, (QUERY,))
+    db.refresh("twofold")
+    assert_exact(three)
+
+
+def test_a_function_of_somebody_else_is_not_run_there(three: Three, db: pgtrickle.Database) -> None:
+    create_function(three, "home")
+    with psycopg.connect(three.databases["crm"].superuser_dsn, autocommit=True) as admin:
+        admin.execute("DO $$BEGIN CREATE ROLE mallory; EXCEPTION WHEN duplicate_object THEN NULL; END$$")
+        admin.execute("GRANT CREATE, USAGE ON SCHEMA public TO mallory")
+        admin.execute("SET ROLE mallory")
+        admin.execute(TWICE.format("IMMUTABLE", 2).encode())
+    with pytest.raises(InvalidQueryError, match="it belongs to role mallory"):
+        db.create_stream_table("twofold", QUERY)
+
+
+def test_replaced_elsewhere_it_fails_until_it_is_the_same_again(three: Three, db: pgtrickle.Database) -> None:
+    create_function(three, "home", "crm")
+    db.create_stream_table("twofold", QUERY)
+    create_function(three, "crm", factor=5)
+    three.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
+    with pytest.raises(SourceChangedError, match=r"public\.twice\(integer\).*crm.*not the same as here"):
+        db.refresh("twofold")
+    create_function(three, "home", factor=5)
+    (result,) = db.refresh("twofold")
+    assert result.action == "REINITIALIZE"
+    assert_exact(three)
+
+
+def test_replaced_while_it_is_read_it_is_read_again(three: Three) -> None:
+    create_function(three, "home", "crm", factor=2)
+    replaced: list[str] = []
+
+    def on_step(step: str) -> None:
+        if step == "fetch" and not replaced:
+            replaced.append(step)
+            create_function(three, "crm", factor=7)
+
+    with pgtrickle.connect(three.home.dsn) as db:
+        db.create_stream_table("twofold", QUERY)
+        db.engine.on_step = on_step
+        three.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
+        with pytest.raises(SourceChangedError, match="not the same as here"):
+            db.refresh("twofold")
+        assert replaced
+        create_function(three, "home", factor=7)
+        db.refresh("twofold")
+        assert_exact(three)

@@ -1,0 +1,339 @@
+"""Distributed, reference and local tables of a Citus cluster as sources: exact cuts over all nodes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgtrickle
+from pgtrickle.embedded.server import HOST, EmbeddedServer
+from pgtrickle.errors import DatabaseFailedError, NotDifferentiableError, SourceLockedError
+from tests.support.citus import Cluster, citus_binaries, cluster, servers
+from tests.support.oracle import assert_equal_to_query
+
+pytestmark = pytest.mark.skipif(
+    citus_binaries() is None,
+    reason="no Citus for PostgreSQL 18 in ~/.pgtrickle/citus, nor where PGTRICKLE_CITUS points",
+)
+
+QUERIES = {
+    "totals": "SELECT grp, count(*) AS n, sum(v) AS total FROM t GROUP BY grp",
+    "rows": "SELECT id, v * 2 AS twice FROM t WHERE v > 500",
+    "named": "SELECT t.id, r.name, t.v FROM t JOIN loc AS r USING (grp)",
+    "mixed": "SELECT t.id, r.name AS region, l.name FROM t JOIN ref AS r USING (grp) LEFT JOIN loc AS l USING (grp)",
+    "local": "SELECT grp, upper(name) AS name FROM loc",
+    "referenced": "SELECT count(*) AS n, max(name) AS last FROM ref",
+}
+CAPTURED = "SELECT count(*) FROM pg_trigger WHERE tgname LIKE 'pgtrickle\\_capture%'"
+BUFFERS = (
+    "SELECT count(*) FROM pg_class WHERE relnamespace = 'pgtrickle_changes'::regnamespace AND relname LIKE 'changes%'"
+)
+
+
+@dataclass
+class Shop:
+    """A cluster with a distributed, a reference and a local table, and stream tables on them."""
+
+    cluster: Cluster
+    db: pgtrickle.Database
+    conn: psycopg.Connection[Any]
+    admin: psycopg.Connection[Any]
+    queries: dict[str, str] = field(default_factory=dict)
+    round: int = 0
+
+    def create(self, *names: str) -> None:
+        for name in names:
+            assert self.db.create_stream_table(name, QUERIES[name]).effective_mode == "DIFFERENTIAL"
+            self.queries[name] = QUERIES[name]
+
+    def change(self) -> None:
+        self.round += 1
+        i = self.round
+        self.conn.execute(f"UPDATE t SET v = v + 1 WHERE id % 7 = {i % 7}".encode())
+        self.conn.execute(
+            f"INSERT INTO t SELECT 2000 + {i} * 100 + k, k % 10, k * 10 FROM generate_series(1, 50) AS k".encode()
+        )
+        self.conn.execute("DELETE FROM t WHERE id = %s", (i + 5,))
+        self.conn.execute("UPDATE loc SET name = name || 'x' WHERE grp = %s", (i % 10,))
+        with psycopg.connect(self.cluster.dsn(1), autocommit=True) as worker:
+            if worker.execute("SELECT to_regclass('t')").fetchone() == (None,):
+                return  # it is not distributed now
+            worker.execute("UPDATE t SET grp = %s WHERE id BETWEEN 100 AND 120", (i % 10,))
+            worker.execute("INSERT INTO t VALUES (%s, 1, 700)", (90_000 + i,))
+
+    def refresh(self) -> dict[str, tuple[str, str | None]]:
+        """Refresh all, compare all, and tell what was done."""
+        done = self.db.refresh(list(self.queries))
+        for name, query in self.queries.items():
+            assert_equal_to_query(self.conn, name, query)
+        return {name: (result.action, result.reason) for name, result in zip(self.queries, done, strict=True)}
+
+    def goes_on(self) -> None:
+        """What follows is a change again, not everything."""
+        self.change()
+        for name, (action, reason) in self.refresh().items():
+            assert action in ("DIFFERENTIAL", "NO_DATA"), f"{name}: {reason}"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[EmbeddedServer]]:
+    with servers(4) as made:
+        yield made
+
+
+@pytest.fixture
+def shop(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
+    with (
+        cluster(nodes) as made,
+        psycopg.connect(made.dsn(), autocommit=True) as conn,
+        psycopg.connect(made.superuser_dsn(), autocommit=True) as admin,
+        pgtrickle.connect(made.dsn()) as db,
+    ):
+        conn.execute("SET citus.enable_repartition_joins = on")  # for the comparison
+        conn.execute("CREATE TABLE t (id int PRIMARY KEY, grp int, v int)")
+        conn.execute("SELECT create_distributed_table('t', 'id')")
+        conn.execute("INSERT INTO t SELECT i, i % 10, i FROM generate_series(1, 1000) AS i")
+        conn.execute("CREATE TABLE ref (grp int PRIMARY KEY, name text)")
+        conn.execute("SELECT create_reference_table('ref')")
+        conn.execute("INSERT INTO ref SELECT i, 'r' || i FROM generate_series(0, 9) AS i")
+        conn.execute("CREATE TABLE loc (grp int PRIMARY KEY, name text)")
+        conn.execute("INSERT INTO loc SELECT i, 'g' || i FROM generate_series(0, 9) AS i")
+        db.install()
+        yield Shop(made, db, conn, admin)
+
+
+def test_sources_of_every_placement(shop: Shop) -> None:
+    shop.create(*QUERIES)
+    assert shop.db.stream_table("rows").key == ("id",)
+    shop.refresh()
+    for number in range(3):
+        shop.conn.execute("UPDATE ref SET name = name || 'y' WHERE grp = %s", (number,))
+        shop.goes_on()
+    assert {action for action, _ in shop.refresh().values()} == {"NO_DATA"}
+    placements = shop.conn.execute(
+        "SELECT DISTINCT source_placement FROM pgtrickle.pgt_dependencies ORDER BY 1"
+    ).fetchall()
+    assert placements == [("distributed",), ("local",), ("reference",)]
+
+
+def test_truncate_starts_over(shop: Shop) -> None:
+    shop.create("totals", "referenced", "local")
+    shop.conn.execute("TRUNCATE t")
+    shop.conn.execute("INSERT INTO t VALUES (1, 1, 1000)")
+    action, reason = shop.refresh()["totals"]
+    assert action == "REINITIALIZE"
+    assert reason is not None
+    assert "truncated" in reason
+    shop.conn.execute("TRUNCATE ref")
+    shop.conn.execute("TRUNCATE loc")
+    assert [action for action, _ in shop.refresh().values()] == ["NO_DATA", "REINITIALIZE", "REINITIALIZE"]
+    shop.goes_on()
+
+
+@pytest.mark.parametrize("seconds", [12.0, pytest.param(60.0, marks=pytest.mark.long)])
+def test_no_refresh_shows_half_a_transaction(nodes: list[EmbeddedServer], seconds: float) -> None:
+    accounts = 200
+    queries = {
+        "total": "SELECT count(*) AS n, sum(bal) AS bal FROM acct",
+        "rows": "SELECT id, bal FROM acct",
+        "groups": "SELECT grp, sum(bal) AS bal, max(bal) AS most FROM acct GROUP BY grp",
+    }
+    with (
+        cluster(nodes) as made,
+        psycopg.connect(made.dsn(), autocommit=True) as conn,
+        pgtrickle.connect(made.dsn()) as db,
+    ):
+        conn.execute("CREATE TABLE acct (id int PRIMARY KEY, grp int, bal bigint)")
+        conn.execute("SELECT create_distributed_table('acct', 'id')")
+        conn.execute("INSERT INTO acct SELECT i, i %% 10, 1000 FROM generate_series(1, %s) AS i", (accounts,))
+        db.install()
+        for name, query in queries.items():
+            db.create_stream_table(name, query)
+        over = threading.Event()
+        written = [0] * 6
+        writers = [
+            threading.Thread(target=transfer, args=(made, number, accounts, over, written)) for number in range(6)
+        ]
+        for writer in writers:
+            writer.start()
+        refreshes = 0
+        deadline = time.monotonic() + seconds
+        try:
+            while time.monotonic() < deadline:
+                try:
+                    db.refresh(list(queries))
+                except SourceLockedError:
+                    continue  # a transaction was being committed all the time
+                refreshes += 1
+                sums = conn.execute(
+                    "SELECT (SELECT bal FROM total), (SELECT sum(bal) FROM rows), (SELECT sum(bal) FROM groups)"
+                ).fetchone()
+                assert sums is not None
+                assert {int(one) for one in sums} == {accounts * 1000}, f"refresh {refreshes} shows half a transaction"
+        finally:
+            over.set()
+            for writer in writers:
+                writer.join()
+        print(f"{refreshes} refreshes, {sum(written)} transactions: {written}")
+        assert refreshes > 1
+        assert all(written)
+        db.refresh(list(queries))
+        for name, query in queries.items():
+            assert_equal_to_query(conn, name, query)
+
+
+def transfer(made: Cluster, number: int, accounts: int, over: threading.Event, written: list[int]) -> None:
+    """Between two accounts, mostly of two shards; the last two writers connect to workers."""
+    chance = random.Random(number)
+    with psycopg.connect(made.dsn(max(0, number - 3)), autocommit=True) as conn:
+        while not over.is_set():
+            one, other = sorted(chance.sample(range(1, accounts + 1), 2))
+            amount = chance.randrange(50)
+            with conn.transaction(force_rollback=chance.random() < 0.1):
+                conn.execute("UPDATE acct SET bal = bal - %s WHERE id = %s", (amount, one))
+                if chance.random() < 0.1:
+                    over.wait(chance.random() / 3)  # stays open for a while
+                conn.execute("UPDATE acct SET bal = bal + %s WHERE id = %s", (amount, other))
+            written[number] += 1
+
+
+def test_shards_move_and_nodes_come_and_go(shop: Shop) -> None:
+    shop.create("totals", "rows", "named")
+    row = shop.admin.execute(
+        "SELECT shardid, nodeport FROM citus_shards WHERE table_name = 't'::regclass ORDER BY shardid LIMIT 1"
+    ).fetchone()
+    assert row is not None
+    shard, port = row
+    (other,) = [node.port for node in shop.cluster.servers[1:3] if node.port != port]
+    move = "SELECT citus_move_shard_placement(%s, %s, %s, %s, %s, 'block_writes')"
+    shop.change()
+    shop.admin.execute(move, (shard, HOST, port, HOST, other))
+    shop.goes_on()  # its changes before are in the buffer of the one node, those after it in that of the other
+    shop.cluster.add(3)
+    shop.goes_on()
+    shop.change()
+    shop.admin.execute("SELECT rebalance_table_shards('t', shard_transfer_mode := 'block_writes')")
+    shop.goes_on()
+    third = (HOST, shop.cluster.servers[3].port)
+    assert shop.admin.execute("SELECT count(*) > 0 FROM citus_shards WHERE nodeport = %s", third[1:]).fetchone() == (
+        True,
+    )
+    shop.change()
+    shop.admin.execute("SELECT citus_drain_node(%s, %s, 'block_writes')", third)
+    shop.admin.execute("SELECT citus_remove_node(%s, %s)", third)
+    shop.change()
+    shop.refresh()
+    shop.goes_on()
+
+
+def test_a_shard_is_split(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    shop.change()
+    row = shop.admin.execute(
+        "SELECT s.shardid, n.nodeid, ((s.shardminvalue::int8 + s.shardmaxvalue::int8) / 2)::text FROM pg_dist_shard AS s"
+        " JOIN pg_dist_placement AS p USING (shardid) JOIN pg_dist_node AS n USING (groupid)"
+        " WHERE s.logicalrelid = 't'::regclass ORDER BY 1 LIMIT 1"
+    ).fetchone()
+    assert row is not None
+    shard, node, middle = row
+    shop.admin.execute(
+        "SELECT citus_split_shard_by_split_points(%s, ARRAY[%s], ARRAY[%s, %s]::int[], 'block_writes')",
+        (shard, middle, node, node),
+    )
+    shop.change()
+    shop.refresh()
+    shop.goes_on()
+
+
+def test_a_local_table_is_distributed_and_back(shop: Shop) -> None:
+    shop.create("named", "local", "totals")
+    shop.conn.execute("SET citus.enable_unsafe_triggers = on")
+    steps = [
+        "SELECT create_distributed_table('loc', 'grp')",
+        "SELECT undistribute_table('loc')",
+        "SELECT create_reference_table('loc')",
+        "SELECT undistribute_table('loc')",
+        "SELECT undistribute_table('t')",
+        "SELECT create_distributed_table('t', 'id')",
+        "SELECT alter_distributed_table('t', shard_count := 6)",
+    ]
+    for step in steps:
+        shop.change()
+        shop.conn.execute(step.encode())
+        shop.change()
+        shop.refresh()
+        shop.goes_on()
+
+
+def test_columns_change(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    shop.conn.execute("ALTER TABLE t ADD COLUMN extra int")
+    shop.goes_on()
+    query = "SELECT id, extra FROM t WHERE extra IS NOT NULL"
+    shop.db.create_stream_table("extra", query)
+    shop.queries["extra"] = query
+    shop.conn.execute("UPDATE t SET extra = id WHERE id < 100")
+    shop.goes_on()
+    shop.conn.execute("ALTER TABLE t RENAME COLUMN v TO value")
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 50")
+    shop.queries = {name: text.replace("v", "value") if name != "extra" else text for name, text in QUERIES.items()}
+    shop.queries = {name: shop.queries[name] for name in ("totals", "rows")} | {"extra": query}
+    shop.queries["rows"] = "SELECT id, value * 2 AS twice FROM t WHERE value > 500"
+    shop.queries["totals"] = "SELECT grp, count(*) AS n, sum(value) AS total FROM t GROUP BY grp"
+    shop.refresh()
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 20")
+    shop.refresh()
+
+
+def test_dropping_cleans_up_all_nodes(shop: Shop) -> None:
+    shop.create(*QUERIES)
+    shop.change()
+    shop.refresh()
+    for name in QUERIES:
+        shop.db.drop_stream_table(name)
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    assert shop.conn.execute("SELECT count(*) FROM t").fetchone() != (0,)
+
+
+def test_a_worker_is_killed_and_comes_back(shop: Shop) -> None:
+    shop.create("totals", "rows", "local")
+    shop.change()
+    shop.refresh()
+    worker = shop.cluster.servers[2]
+    shop.change()
+    worker.kill()
+    shop.conn.execute("UPDATE loc SET name = 'meanwhile' WHERE grp = 3")
+    with pytest.raises(DatabaseFailedError, match="@node_2"):
+        shop.db.refresh("totals")
+    (result,) = shop.db.refresh("local")  # what reads no node goes on
+    assert result.action == "DIFFERENTIAL"
+    assert shop.conn.execute("SELECT count(*) FROM totals").fetchone() == (10,)
+    worker.start()
+    shop.db.engine.connections._failed.clear()
+    shop.refresh()
+    shop.goes_on()
+
+
+def test_what_cannot_be_captured_is_refused(shop: Shop) -> None:
+    shop.conn.execute("CREATE TABLE parted (id int, at date) PARTITION BY RANGE (at)")
+    shop.conn.execute("CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM ('2026-01-01') TO ('2027-01-01')")
+    shop.conn.execute("SELECT create_distributed_table('parted', 'id')")
+    with pytest.raises(NotDifferentiableError, match=r"parted cannot be captured: it is partitioned"):
+        shop.db.create_stream_table("parts", "SELECT id FROM parted")
+
+
+def test_uninstall_leaves_the_distributed_table(shop: Shop) -> None:
+    shop.create("totals")
+    shop.db.uninstall(drop_tables=True)
+    assert shop.conn.execute("SELECT count(*) FROM t").fetchone() == (1000,)

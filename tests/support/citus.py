@@ -1,0 +1,108 @@
+"""A Citus cluster: a coordinator and workers, where a build of Citus is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+
+from pgtrickle.embedded.server import HOST, EmbeddedServer
+from tests.support.database import APP_ROLE, SERVER_SETTINGS, prepare_server
+
+SETTINGS = SERVER_SETTINGS | {
+    "shared_preload_libraries": "citus",
+    "max_prepared_transactions": "100",
+    "citus.shard_count": "4",
+    "citus.recover_2pc_interval": "2s",
+    "citus.node_conninfo": "sslmode=disable",
+}
+
+
+def citus_binaries() -> Path | None:
+    """The programs of a PostgreSQL 18 that has Citus: below ~/.pgtrickle/citus, or where PGTRICKLE_CITUS points."""
+    place = Path(os.environ.get("PGTRICKLE_CITUS", Path.home() / ".pgtrickle" / "citus"))
+    for library in sorted(place.glob("**/citus.so")):
+        for directory in library.parents:
+            if (directory / "bin" / "postgres").is_file():
+                return directory / "bin"
+    return None
+
+
+@dataclass
+class Cluster:
+    """The coordinator comes first."""
+
+    servers: list[EmbeddedServer]
+    name: str = field(default_factory=lambda: f"cluster_{uuid4().hex[:8]}")
+
+    def dsn(self, node: int = 0) -> str:
+        return self.servers[node].dsn(self.name, APP_ROLE)
+
+    def superuser_dsn(self, node: int = 0) -> str:
+        return self.servers[node].dsn(self.name)
+
+    def prepare(self, node: int) -> None:
+        """The database of one node, with Citus and the rights that a service needs."""
+        with psycopg.connect(self.servers[node].dsn(), autocommit=True) as conn:
+            conn.execute("SET citus.enable_ddl_propagation = off")
+            conn.execute(
+                sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE template0").format(
+                    sql.Identifier(self.name), sql.Identifier(APP_ROLE)
+                )
+            )
+        with psycopg.connect(self.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("CREATE EXTENSION citus")
+            conn.execute(
+                sql.SQL("GRANT UPDATE ON pg_catalog.pg_dist_transaction TO {}").format(sql.Identifier(APP_ROLE))
+            )
+
+    def add(self, node: int) -> None:
+        """Let a worker be part of the cluster."""
+        with psycopg.connect(self.superuser_dsn(), autocommit=True) as conn:
+            conn.execute("SELECT citus_add_node(%s, %s)", (HOST, self.servers[node].port))
+
+
+@contextmanager
+def servers(number: int) -> Iterator[list[EmbeddedServer]]:
+    """Servers that can be nodes of clusters."""
+    binaries = citus_binaries()
+    assert binaries is not None
+    base = Path(tempfile.mkdtemp(prefix="pgtrickle-citus-"))
+    try:
+        with ExitStack() as stack:
+            made = []
+            for i in range(number):
+                server = EmbeddedServer(base / f"node{i}", settings=SETTINGS, binaries=binaries)
+                made.append(stack.enter_context(server))
+                prepare_server(server)
+            yield made
+    finally:
+        shutil.rmtree(base)
+
+
+@contextmanager
+def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
+    """A fresh database on a coordinator and so many workers; the other servers can be added."""
+    made = Cluster(nodes)
+    for node in range(len(nodes)):
+        made.prepare(node)
+    try:
+        with psycopg.connect(made.superuser_dsn(), autocommit=True) as conn:
+            conn.execute("SELECT citus_set_coordinator_host(%s, %s)", (HOST, nodes[0].port))
+        for node in range(1, workers + 1):
+            made.add(node)
+        yield made
+    finally:
+        for server in nodes:
+            if not server.is_running:
+                server.start()
+            with psycopg.connect(server.dsn(), autocommit=True) as conn:
+                conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(made.name)))
