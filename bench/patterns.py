@@ -24,6 +24,7 @@ SETTINGS = {"wal_level": "logical", "max_replication_slots": "40", "max_wal_send
 _QUERY = "SELECT grp, count(*) AS n, sum(val) AS total FROM {} WHERE val >= {} GROUP BY grp"
 _TABLE = "CREATE TABLE {} (id bigserial PRIMARY KEY, grp int, val int)"
 _ROWS = "INSERT INTO {} (grp, val) SELECT i % 10, i % 100 FROM generate_series(1, 1000) AS i"
+_COPYING = "SELECT count(*) FROM pg_subscription_rel WHERE srsubstate <> 'r'"
 _FILLED = "SELECT bool_and(frontier IS NOT NULL) FROM pgtrickle.pgt_stream_tables"
 _OURS = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'pgtrickle %'"
 _REPLICATION = (
@@ -102,6 +103,8 @@ def _of_hub(bench: Bench, dsns: Sequence[str], say: Callable[[str], None]) -> Fo
                 f"CREATE SUBSCRIPTION {name}_{i} CONNECTION '{source}' PUBLICATION {name}"
                 f" WITH (create_slot = false, slot_name = '{name}_{i}')".encode()
             )
+        while admin.execute(_COPYING).fetchone() != (0,):
+            time.sleep(0.1)
         with pgtrickle.connect(hub) as db:
             for i in range(len(dsns)):
                 for j in range(STREAM_TABLES):

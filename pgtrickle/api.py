@@ -159,8 +159,13 @@ class Database:
         placement: str | None = None,
         pooler_compatibility_mode: bool = False,
         initialize: bool = True,
+        st_placement: str | None = None,
+        output_distribution_column: str | None = None,
     ) -> StreamTable:
-        """Create a stream table, and fill it unless told otherwise."""
+        """Create a stream table, and fill it unless told otherwise.
+
+        In a Citus cluster `st_placement` says where it is: local, reference or distributed, by a column if one is given.
+        """
         require_installed(self.conn)
         with self._tidy_where_refused(), _clear_errors(name):
             databases = self._import_named(query)
@@ -173,7 +178,7 @@ class Database:
             key = _storable_key(compiled.program)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
-                " key_columns => %s, pooler_compatibility_mode => %s)",
+                " key_columns => %s, pooler_compatibility_mode => %s, st_placement => %s, output_distribution_column => %s)",
                 (
                     name,
                     query,
@@ -182,6 +187,8 @@ class Database:
                     placement,
                     list(key) if key is not None else None,
                     pooler_compatibility_mode,
+                    st_placement,
+                    output_distribution_column,
                 ),
             ).fetchone()
             assert row is not None

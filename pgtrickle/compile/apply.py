@@ -30,6 +30,13 @@ class Target:
     key: tuple[str, ...] | None
     null_keys: bool = True  # the delta may hold NULL in a key, for which no index can be searched
     empty: bool = False  # nothing is stored, so nothing goes and nothing is in the way
+    stage: str | None = (
+        None  # of a table that Citus placed: z is put there, and brought into the table by other statements
+    )
+
+    @property
+    def has_row_id(self) -> bool:
+        return self.key is None or self.stage is not None
 
 
 def incoming(columns: Sequence[tuple[str, str]], relation: str | None) -> str:
@@ -124,7 +131,7 @@ def _replacement(target: Target, new: str) -> str:
     ids = ", ".join(ident(column.id) for column in target.columns)
     return (
         f"WITH a AS MATERIALIZED ({new} UNION ALL {stored}),"
-        f" h AS (SELECT a.*, {_row_id(target)} AS h FROM a),"
+        f" h AS (SELECT a.*, {_row_id(target, whole=True)} AS h FROM a),"
         f" c AS (SELECT h, sum(w) AS w FROM h GROUP BY h HAVING sum(w) <> 0),"
         f" z AS MATERIALIZED (SELECT DISTINCT ON (h.h) c.w::bigint AS w, {ids} FROM h JOIN c USING (h)"
         f" ORDER BY h.h){_change(target)}"
@@ -150,24 +157,34 @@ def state_ddl(linear: Linear, state: str) -> list[str]:
 def _fill(target: Target) -> str:
     names = [ident(column.name) for column in target.columns]
     values = [ident(column.id) for column in target.columns]
-    copies = ""
-    if target.key is None:
+    copies = ", generate_series(1, z.w)" if target.key is None else ""
+    if target.has_row_id:
         names.append(ROW_ID)
         values.append(_row_id(target))
-        copies = ", generate_series(1, z.w)"
     return (
         f", ins AS (INSERT INTO {target.table} ({', '.join(names)}) SELECT {', '.join(values)} FROM z{copies} RETURNING 1)"
         " SELECT ARRAY[(SELECT count(*) FROM ins), 0, 0]"
     )
 
 
-def _row_id(target: Target) -> str:
-    printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
+def _row_id(target: Target, *, whole: bool = False) -> str:
+    """A hash of the row, or of its key where there is one."""
+    if target.key is None or whole:
+        printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
+    else:
+        keys = [column for column in target.columns if column.name in target.key]
+        printed = ", ".join(form_sql(ident(column.id), column.type, "key") for column in keys)
     return f"pgtrickle._row_id(ROW({printed})::text)"
 
 
 def _change(target: Target, more: str = "") -> str:
     """The rest of the statement: what it does with z, and the counts it gives back, `more` among them."""
+    if target.stage is not None:
+        ids = ", ".join(ident(column.id) for column in target.columns)
+        return (
+            f", f AS (INSERT INTO {target.stage} SELECT w, {_row_id(target)}, {ids} FROM z RETURNING 1)"
+            f" SELECT ARRAY[(SELECT count(*) FROM f), 0, 0{more}]"
+        )
     return _change_by_key(target, more) if target.key is not None else _change_by_row(target, more)
 
 

@@ -22,6 +22,7 @@ from pgtrickle.compile.apply import (
     rows_statement,
     state_ddl,
 )
+from pgtrickle.compile.placed import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pgtrickle.engine.refresh import OnStep
 
 STATEMENT_TIMEOUT = "30min"
+LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
 
 
 class Diverged(PgtrickleError):
@@ -59,13 +61,18 @@ def apply_delta(
     settings |= {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT}
     # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
     # brings them back. What is purged afterwards is later in the same log.
-    settings |= {"synchronous_commit": "off", "work_mem": f"{work.merge_mb}MB"}
+    # Not so where other nodes commit too: what they have must not be lost here.
+    settings |= {"synchronous_commit": "on" if _is_placed(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
     with conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
         on_step("load")
+        if row.st_placement == "auto":
+            place(conn, work, delta)
         inserted, deleted = _write(conn, work, delta)
+        if _is_placed(work.row):
+            _commit_in_two_phases(conn, work)
         if isinstance(delta, Staged):
             delta.drop(conn)
         work.phases.apply = time.monotonic() - started
@@ -100,12 +107,13 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
     assert compiled is not None
     assert decision is not None
     program = compiled.program
-    key = tuple(row.key_columns) if row.key_columns is not None else None
     table = f"{ident(row.pgt_schema)}.{ident(row.pgt_name)}"
+    key = tuple(row.key_columns) if row.key_columns is not None else None
+    stage = f"pg_temp.pgt_z_{row.pgt_id}" if _is_placed(row) else None
     state = f"pgtrickle_views.{ident(f'state_{row.pgt_id}')}"
     loaded = load(conn, delta, None if row.own else row.owner)
     if program is not None and program.linear is not None:
-        target = Target(table, program.output, key, _null_keys(program, key, delta))
+        target = _target(conn, work, Target(table, program.output, key, _null_keys(program, key, delta), stage=stage))
         if decision.action == "DIFFERENTIAL":
             statement = linear_statement(target, program.linear, program.finish, state, loaded.relation)
             counts = _run(conn, row, statement, loaded.arrays)
@@ -125,26 +133,69 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
         if delta is None:  # nothing shall be there; what is must go
             delta = pa.table({name: pa.array([], pa.string()) for name in ("w", *(c.id for c in program.core.columns))})
             loaded = load(conn, delta, None)
-        target = Target(table, program.output, key)
+        target = _target(conn, work, Target(table, program.output, key, stage=stage))
         statement = replace_statement(target, program.core.columns, program.finish, loaded.relation)
         counts = _run(conn, row, statement, loaded.arrays)
     elif delta is None:
         return 0, 0
     elif decision.action == "DIFFERENTIAL":
         assert program is not None
-        target = Target(table, program.output, key, _null_keys(program, key, delta))
+        target = _target(conn, work, Target(table, program.output, key, _null_keys(program, key, delta), stage=stage))
         statement = rows_statement(target, program.core.columns, program.finish, loaded.relation)
         counts = _run(conn, row, statement, loaded.arrays)
     else:
         columns = full_query(compiled, row.placement)[1]
-        target = Target(table, columns, key, empty=work.into_empty)
+        target = _target(conn, work, Target(table, columns, key, empty=work.into_empty, stage=stage))
         counts = _run(conn, row, rows_statement(target, columns, (), loaded.relation), loaded.arrays)
+    if target.stage is not None and not target.empty:
+        counts = _move_from_stage(conn, row, target)
     if counts[2] != 0:
         raise Diverged(
             f"{row.label} does not hold the rows it should ({counts[2]} to delete were not found)",
             "It was changed by hand or restored; it is rebuilt from its query.",
         )
     return counts[0], counts[1]
+
+
+def _is_placed(row: StreamTableRow) -> bool:
+    """Whether Citus has the stream table's rows on other nodes."""
+    return row.st_placement in {"reference", "distributed"}
+
+
+def place(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:
+    """Have Citus place a stream table that is filled for the first time: small ones are on all nodes."""
+    rows = delta.num_rows if isinstance(delta, pa.Table) else LARGE_ROWS if delta is not None else 0
+    placement = "reference" if rows < LARGE_ROWS else "distributed"
+    run_as_owner(conn, work.row, f"SELECT pgtrickle._place({work.row.pgt_id:d}, '{placement}', NULL)")
+    work.row = replace(work.row, st_placement=placement)
+
+
+def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target:
+    """The target as it is, or as one that Citus placed, with the table for what is to be brought there."""
+    if target.stage is None:
+        return target
+    placed = replace(target, key=placed_key(target.columns, target.key, work.row.output_distribution_column))
+    conn.execute(stage_ddl(target.stage, placed).encode())
+    if not work.row.own and work.row.owner is not None:
+        stage, owner = sql.SQL(target.stage), sql.Identifier(work.row.owner)
+        conn.execute(sql.SQL("GRANT SELECT, INSERT ON {} TO {}").format(stage, owner))
+    return placed
+
+
+def _move_from_stage(conn: psycopg.Connection[Any], row: StreamTableRow, target: Target) -> list[int]:
+    counts = [0, 0, 0]
+    for statement in placed_statements(target, row.output_distribution_column):
+        counts = [sum(pair) for pair in zip(counts, _run(conn, row, statement, []), strict=True)]
+    return counts
+
+
+def _commit_in_two_phases(conn: psycopg.Connection[Any], work: Work) -> None:
+    """A table of Citus that is written here makes the nodes prepare before anybody commits."""
+    conn.execute(
+        "INSERT INTO pgtrickle_changes.pgt_applies AS a (pgt_id, fencing_token) VALUES (%s, %s)"
+        " ON CONFLICT (pgt_id) DO UPDATE SET fencing_token = excluded.fencing_token",
+        (work.row.pgt_id, work.token),
+    )
 
 
 def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | None) -> bool:

@@ -122,7 +122,8 @@ class Engine:
         """The stream tables in groups that do not read each other, in order."""
         edges = self.conn.execute(
             "SELECT d.pgt_id, u.pgt_id FROM pgtrickle.pgt_dependencies d"
-            " JOIN pgtrickle.pgt_stream_tables u ON u.pgt_relid = d.source_relid WHERE d.pgt_id = ANY (%s)",
+            " JOIN pgtrickle.pgt_stream_tables u ON u.pgt_relid = coalesce(d.through, d.source_relid)"
+            " WHERE d.pgt_id = ANY (%s)",
             (list(ids),),
         ).fetchall()
         depth = dict.fromkeys(ids, 0)

@@ -38,6 +38,8 @@ class StreamTableRow:
     placement: str
     pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
     lost_members: str  # of a set: waited for, or kept as they were last read
+    st_placement: str  # of its table in a Citus cluster
+    output_distribution_column: str | None
     databases: list[str]  # others that it reads
     reads_here: bool  # tables of this one too
     on_citus: bool  # the database has Citus

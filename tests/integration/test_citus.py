@@ -14,7 +14,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import HOST, EmbeddedServer
-from pgtrickle.errors import DatabaseFailedError, NotDifferentiableError, SourceLockedError
+from pgtrickle.engine import apply
+from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, SourceLockedError
 from tests.support.citus import Cluster, citus_binaries, cluster, servers
 from tests.support.oracle import assert_equal_to_query
 
@@ -28,6 +29,8 @@ QUERIES = {
     "rows": "SELECT id, v * 2 AS twice FROM t WHERE v > 500",
     "named": "SELECT t.id, r.name, t.v FROM t JOIN loc AS r USING (grp)",
     "mixed": "SELECT t.id, r.name AS region, l.name FROM t JOIN ref AS r USING (grp) LEFT JOIN loc AS l USING (grp)",
+    "doubled": "SELECT grp, v % 5 AS rest FROM t",
+    "whole": "SELECT count(*) AS n, min(v) AS least, max(v) AS most FROM t",
     "local": "SELECT grp, upper(name) AS name FROM loc",
     "referenced": "SELECT count(*) AS n, max(name) AS last FROM ref",
 }
@@ -48,10 +51,18 @@ class Shop:
     queries: dict[str, str] = field(default_factory=dict)
     round: int = 0
 
-    def create(self, *names: str) -> None:
+    def create(self, *names: str, st_placement: str | None = "local") -> None:
         for name in names:
-            assert self.db.create_stream_table(name, QUERIES[name]).effective_mode == "DIFFERENTIAL"
+            made = self.db.create_stream_table(name, QUERIES[name], st_placement=st_placement)
+            assert made.effective_mode == "DIFFERENTIAL"
             self.queries[name] = QUERIES[name]
+
+    def placement(self, name: str) -> tuple[Any, ...] | None:
+        """Of a stream table: as the catalog has it, and as Citus has it."""
+        return self.conn.execute(
+            "SELECT st_placement, pgtrickle._citus_placement(pgt_relid) FROM pgtrickle.pgt_stream_tables WHERE pgt_name = %s",
+            (name,),
+        ).fetchone()
 
     def change(self) -> None:
         self.round += 1
@@ -337,3 +348,110 @@ def test_uninstall_leaves_the_distributed_table(shop: Shop) -> None:
     shop.create("totals")
     shop.db.uninstall(drop_tables=True)
     assert shop.conn.execute("SELECT count(*) FROM t").fetchone() == (1000,)
+
+
+@pytest.mark.parametrize("st_placement", ["reference", "distributed"])
+def test_stream_tables_are_placed_as_they_are_asked_for(shop: Shop, st_placement: str) -> None:
+    shop.create(*QUERIES, st_placement=st_placement)
+    for name in QUERIES:
+        assert shop.placement(name) == (st_placement, st_placement)
+    assert shop.db.stream_table("totals").key == ("grp",)
+    shop.refresh()
+    for _ in range(3):
+        shop.goes_on()
+    shop.conn.execute("DELETE FROM t WHERE grp = 3")
+    shop.conn.execute("UPDATE t SET v = 7 WHERE id % 3 = 0")  # rows of which there are many copies
+    shop.goes_on()
+    shop.conn.execute("TRUNCATE t")
+    done = shop.refresh()
+    assert {done[name][0] for name in ("totals", "rows", "doubled", "whole")} == {"REINITIALIZE"}
+    shop.conn.execute("INSERT INTO t SELECT i, i % 10, i FROM generate_series(1, 100) AS i")
+    shop.goes_on()
+    shards = shop.conn.execute("SELECT count(*) FROM citus_tables").fetchone()
+    for name in QUERIES:
+        shop.db.drop_stream_table(name)
+    assert shards is not None
+    assert shop.conn.execute("SELECT count(*) FROM citus_tables").fetchone() == (shards[0] - len(QUERIES),)
+
+
+def test_small_results_are_on_all_nodes_and_large_ones_distributed(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "LARGE_ROWS", 501)
+    shop.create("totals", "rows", "doubled", "local", "referenced", "mixed", st_placement=None)
+    assert shop.placement("totals") == ("reference", "reference")
+    assert shop.placement("doubled") == ("distributed", "distributed")
+    assert shop.placement("rows") == ("reference", "reference")
+    assert shop.placement("mixed") == ("distributed", "distributed")
+    assert shop.placement("local") == ("local", "local")
+    assert shop.placement("referenced") == ("local", "local")
+    for _ in range(2):
+        shop.goes_on()
+
+
+def test_a_stream_table_beside_the_rows_that_it_is_joined_with(shop: Shop) -> None:
+    query = "SELECT id, grp, v * 2 AS twice FROM t"
+    shop.db.create_stream_table("beside", query, output_distribution_column="id")
+    shop.queries["beside"] = query
+    by_group = "SELECT grp, id, v FROM t WHERE v > 100"
+    shop.db.create_stream_table("by_group", by_group, output_distribution_column="grp")
+    shop.queries["by_group"] = by_group
+    for _ in range(3):
+        shop.goes_on()
+    together = "SELECT count(DISTINCT colocationid) FROM pg_dist_partition WHERE logicalrelid = ANY (%s::regclass[])"
+    assert shop.conn.execute(together, (["t", "beside"],)).fetchone() == (1,)
+    with pytest.raises(InvalidQueryError, match="not a column of the query"):
+        shop.db.create_stream_table("nowhere", query, output_distribution_column="nothing")
+
+
+def test_stream_tables_on_stream_tables_of_the_cluster(shop: Shop) -> None:
+    shop.create("rows", st_placement="distributed")
+    above = "SELECT twice % 10 AS last, count(*) AS n FROM rows GROUP BY twice % 10"
+    shop.db.create_stream_table("above", above, st_placement="reference")
+    shop.queries["above"] = above
+    for _ in range(3):
+        shop.goes_on()
+
+
+def test_set_up_that_fails_on_a_node_leaves_nothing_and_can_be_repeated(shop: Shop) -> None:
+    shop.cluster.servers[2].kill()
+    with pytest.raises(DatabaseFailedError, match="@node_2"):
+        shop.create("totals")
+    assert shop.db.stream_tables() == []
+    shop.cluster.servers[2].start()
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            if conn.execute("SELECT to_regnamespace('pgtrickle_changes') IS NOT NULL").fetchone() == (True,):
+                assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    shop.db.engine.connections._failed.clear()
+    shop.create("totals")
+    shop.goes_on()
+
+
+def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    with psycopg.connect(shop.cluster.dsn()) as old:
+        old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        old.execute("SELECT count(*) FROM ref")  # its snapshot, on the coordinator
+        shop.conn.execute("ALTER TABLE t ADD COLUMN extra text")
+        shop.conn.execute("ALTER TABLE t RENAME COLUMN v TO value")
+        old.execute("UPDATE t SET value = value + 1000 WHERE id < 30")
+        old.commit()
+    shop.queries = {
+        "totals": "SELECT grp, count(*) AS n, sum(value) AS total FROM t GROUP BY grp",
+        "rows": "SELECT id, value * 2 AS twice FROM t WHERE value > 500",
+    }
+    shop.refresh()
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 100")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_sql_creates_stream_tables_over_distributed_tables(shop: Shop) -> None:
+    with psycopg.connect(shop.cluster.dsn(), autocommit=True) as plain:  # with Citus's own settings
+        plain.execute("SELECT pgtrickle.create_stream_table('totals', %s)", (QUERIES["totals"],))
+    shop.queries["totals"] = QUERIES["totals"]
+    shop.refresh()
+    shop.goes_on()
+    views = "SELECT count(*) FROM pg_views WHERE schemaname = 'pgtrickle_views'"
+    with psycopg.connect(shop.cluster.superuser_dsn(1)) as worker:
+        assert worker.execute(views).fetchone() == (0,)

@@ -27,7 +27,7 @@ SELECT v.pgt_id,
            || '/' || coalesce((SELECT string_agg(t.tgenabled::text || ':' || t.xmin, ',')
                                FROM pgtrickle.pgt_stream_tables s
                                JOIN pg_trigger t ON t.tgrelid = s.pgt_relid AND t.tgname = 'pgtrickle_guard'
-                               WHERE s.pgt_id = v.pgt_id), '')) AS meaning,
+                               WHERE s.pgt_id = v.pgt_id AND s.st_placement = 'local'), '')) AS meaning,
        (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
                               ',' ORDER BY a.attrelid, a.attnum)
                    || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)

@@ -46,7 +46,11 @@ WITH RECURSIVE active AS MATERIALIZED (
     UNION
     SELECT s.pgt_id, s.pgt_relid
     FROM reached r
-    JOIN pgtrickle.pgt_dependencies d ON d.source_relid = r.pgt_relid
+    CROSS JOIN LATERAL (
+        SELECT source.pgt_id FROM pgtrickle.pgt_dependencies source WHERE source.source_relid = r.pgt_relid
+        UNION ALL
+        SELECT spread.pgt_id FROM pgtrickle.pgt_dependencies spread WHERE spread.through = r.pgt_relid
+    ) AS d
     JOIN free s ON s.pgt_id = d.pgt_id
     WHERE s.may
 )

@@ -29,7 +29,7 @@ AS $$
         UNION
         SELECT u.pgt_id, n.every FROM needed AS n
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = n.pgt_id
-        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
+        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
         WHERE u.schedule = 'calculated'
     ), settled AS (
         -- The setting is read once: looking for one in all its places takes as long as a hundred stream tables here.

@@ -176,9 +176,9 @@ BEGIN
     PERFORM pgtrickle._grant_buffers(id);
     -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
     WITH RECURSIVE upstream (relation, reader) AS (
-        SELECT source_relid, own FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
+        SELECT coalesce(through, source_relid), own FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
         UNION
-        SELECT d.source_relid, s.pgt_relid FROM upstream AS u
+        SELECT coalesce(d.through, d.source_relid), s.pgt_relid FROM upstream AS u
         JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_relid = u.relation
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = s.pgt_id
     )

@@ -134,32 +134,43 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._create_storage(storage text, view regclass, key_columns text[]) RETURNS regclass
+CREATE OR REPLACE FUNCTION pgtrickle._create_storage(
+    storage text, view regclass, key_columns text[], st_placement text, distribution_column text) RETURNS regclass
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     unknown text;
+    listed text := (SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM unnest(key_columns) WITH ORDINALITY AS u (k, n));
 BEGIN
-    SELECT string_agg(quote_ident(k), ', ') INTO unknown FROM unnest(key_columns) AS k
-    WHERE NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = view AND attname = k AND attnum > 0);
+    SELECT string_agg(quote_ident(k), ', ') INTO unknown FROM unnest(key_columns || distribution_column) AS k
+    WHERE k IS NOT NULL AND NOT EXISTS (SELECT FROM pg_attribute WHERE attrelid = view AND attname = k AND attnum > 0);
     IF unknown IS NOT NULL THEN
         RAISE EXCEPTION 'key column % is not a column of the query', unknown
-            USING ERRCODE = 'undefined_column', HINT = 'Key columns are named as in the result of the query.';
+            USING ERRCODE = 'undefined_column', HINT = 'Key columns, and one to distribute by, are named as in the result of the query.';
     END IF;
-    IF key_columns IS NULL THEN
+    IF key_columns IS NULL OR st_placement <> 'local' THEN
         EXECUTE format('CREATE TABLE %s AS SELECT *, NULL::uuid AS __pgt_row_id FROM %s WITH NO DATA', storage, view);
         EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_row_id SET NOT NULL', storage);
-        EXECUTE format('CREATE INDEX ON %s (__pgt_row_id)', storage);
     ELSE
         -- Room for new versions of rows beside the old ones: an update then touches neither another page nor an index.
         EXECUTE format('CREATE TABLE %s WITH (fillfactor = 90) AS SELECT * FROM %s WITH NO DATA', storage, view);
-        -- Without key columns the result is always one row.
-        EXECUTE format('CREATE UNIQUE INDEX ON %s (%s) NULLS NOT DISTINCT', storage,
-                       coalesce((SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM unnest(key_columns) WITH ORDINALITY AS u (k, n)),
-                                '(true)'));
     END IF;
-    EXECUTE format('CREATE TRIGGER pgtrickle_guard BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
-                   ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._guard()', storage);
+    IF key_columns IS NULL OR distribution_column IS NOT NULL AND distribution_column <> ALL (key_columns) THEN
+        EXECUTE format('CREATE INDEX ON %s (__pgt_row_id)', storage);
+    ELSIF st_placement <> 'local' THEN
+        -- Citus allows no NULL in what it distributes by, and no unique index without it: rows are told apart by a hash of their key.
+        EXECUTE format('CREATE UNIQUE INDEX ON %s (%s)', storage, concat_ws(', ', quote_ident(distribution_column), '__pgt_row_id'));
+        IF listed IS NOT NULL THEN
+            EXECUTE format('CREATE INDEX ON %s (%s)', storage, listed);
+        END IF;
+    ELSE
+        -- Without key columns the result is always one row.
+        EXECUTE format('CREATE UNIQUE INDEX ON %s (%s) NULLS NOT DISTINCT', storage, coalesce(listed, '(true)'));
+    END IF;
+    IF st_placement = 'local' THEN -- a trigger on shards could not tell our apply from others
+        EXECUTE format('CREATE TRIGGER pgtrickle_guard BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
+                       ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._guard()', storage);
+    END IF;
     RETURN storage::regclass;
 END
 $$;
@@ -197,7 +208,7 @@ $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._create(
     name text, query text, schedule text, refresh_mode text, initialize boolean, pooler_compatibility_mode boolean,
-    placement text, key_columns text[], query_path text, default_schema text)
+    placement text, key_columns text[], query_path text, default_schema text, st_placement text, output_distribution_column text)
 RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -207,6 +218,7 @@ DECLARE
     id bigint;
     view regclass;
     storage regclass;
+    former text := pgtrickle._keep_ddl_here();
 BEGIN
     schedule := coalesce(schedule, 'calculated');
     refresh_mode := upper(refresh_mode);
@@ -225,11 +237,14 @@ BEGIN
     PERFORM pgtrickle._check_polled(view, refresh_mode);
     -- What remains, such as the right to call a function.
     EXECUTE format('SELECT * FROM %s LIMIT 0', view);
-    storage := pgtrickle._create_storage(storage_name, view, key_columns);
+    st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
+    storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
     PERFORM pgtrickle._create_owner_functions(id);
     PERFORM pgtrickle._attach_sources(view);
     PERFORM pgtrickle._register(id, storage, view, query, schedule, refresh_mode, coalesce(pooler_compatibility_mode, false),
                                 placement, key_columns, pgtrickle._session_settings(query_path));
+    PERFORM pgtrickle._place(id, st_placement, output_distribution_column);
+    PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN
         PERFORM pgtrickle._file_request(id);
     END IF;
@@ -240,12 +255,13 @@ $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.create_stream_table(
     name text, query text, schedule text DEFAULT 'calculated', refresh_mode text DEFAULT 'AUTO', initialize boolean DEFAULT true,
-    pooler_compatibility_mode boolean DEFAULT false, placement text DEFAULT NULL, key_columns text[] DEFAULT NULL)
+    pooler_compatibility_mode boolean DEFAULT false, placement text DEFAULT NULL, key_columns text[] DEFAULT NULL,
+    st_placement text DEFAULT NULL, output_distribution_column text DEFAULT NULL)
 RETURNS bigint
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._create(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode, placement, key_columns,
-                             pg_catalog.current_setting('search_path'), pg_catalog.current_schema())
+                             pg_catalog.current_setting('search_path'), pg_catalog.current_schema(), st_placement, output_distribution_column)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.create_stream_table_if_not_exists(

@@ -48,6 +48,7 @@ DECLARE
     view regclass;
     old_columns text;
     new_columns text;
+    former text := pgtrickle._keep_ddl_here();
 BEGIN
     SELECT * INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
     old_columns := pgtrickle._shape(stream_table.pgt_relid);
@@ -65,6 +66,7 @@ BEGIN
     view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
     EXECUTE format('GRANT SELECT ON %s TO %I', view, pgtrickle._service_role());
     PERFORM pgtrickle._attach_sources(view);
+    PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
 $$;
 
@@ -161,25 +163,31 @@ DECLARE
     stream_table record;
     dependent record;
     dependents text;
+    former text := pgtrickle._keep_ddl_here();
 BEGIN
     SELECT s.*, c.oid IS NOT NULL AS is_there INTO STRICT stream_table
     FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO dependents
+    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO dependents
     FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_id = d.pgt_id
-    WHERE d.source_relid = stream_table.pgt_relid;
+    WHERE stream_table.pgt_relid IN (d.source_relid, d.through);
     IF dependents IS NOT NULL AND NOT cascade THEN
         RAISE EXCEPTION 'stream table % is read by %', stream_table.pgt_relid, dependents
             USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
     END IF;
-    FOR dependent IN SELECT d.pgt_id FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = stream_table.pgt_relid LOOP
+    FOR dependent IN SELECT DISTINCT d.pgt_id FROM pgtrickle.pgt_dependencies AS d WHERE stream_table.pgt_relid IN (d.source_relid, d.through) LOOP
         PERFORM pgtrickle._drop(dependent.pgt_id, true) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = dependent.pgt_id;
     END LOOP;
     IF stream_table.is_there THEN
         EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || stream_table.pgt_id);
+        IF stream_table.st_placement IN ('reference', 'distributed') THEN
+            PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
+        END IF;
         EXECUTE format('DROP TABLE %s %s', stream_table.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
     END IF;
+    PERFORM pgtrickle._keep_ddl_here();
     -- Its row, view and functions: what a table dropped by hand would leave.
     PERFORM pgtrickle._forget_dropped();
+    PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
 $$;
 

@@ -180,7 +180,7 @@ AS $$
         UNION
         SELECT u.pgt_id, up.depth + 1 FROM up
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = up.pgt_id
-        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
+        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
     )
     SELECT up.pgt_id, max(up.depth) FROM up GROUP BY 1 ORDER BY 2 DESC, 1
 $$;

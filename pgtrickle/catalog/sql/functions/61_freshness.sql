@@ -36,7 +36,7 @@ AS $$
         UNION
         SELECT b.reader, u.pgt_id FROM behind AS b
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = b.pgt_id
-        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
+        JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
     ), present AS MATERIALIZED (
         SELECT clock_timestamp() AS now
     ), ticks AS MATERIALIZED (

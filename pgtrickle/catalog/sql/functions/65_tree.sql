@@ -16,7 +16,7 @@ DECLARE
 BEGIN
     FOR root IN
         SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
-        WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = s.pgt_relid)
+        WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE s.pgt_relid IN (d.source_relid, d.through))
         ORDER BY n.pgt_schema, n.pgt_name
     LOOP
         SELECT jsonb_build_array(jsonb_build_object('id', n.pgt_id, 'schema', n.pgt_schema, 'name', n.pgt_name, 'depth', 0,
@@ -45,13 +45,16 @@ BEGIN
                            'type', child.source_type, 'lead', below, 'branch', CASE child.place WHEN 1 THEN '`-- ' ELSE '+-- ' END)
                            ORDER BY child.place), '[]')
                 FROM (
-                    SELECT u.pgt_id, d.source_type, coalesce(n.nspname, d.source_schema) AS schema, coalesce(c.relname, d.source_name) AS name,
-                           row_number() OVER (ORDER BY coalesce(n.nspname, d.source_schema) DESC, coalesce(c.relname, d.source_name) DESC) AS place
-                    FROM pgtrickle.pgt_dependencies AS d
-                    LEFT JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = d.source_relid
-                    LEFT JOIN pg_class AS c ON c.oid = d.source_relid
-                    LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
-                    WHERE d.pgt_id = (node ->> 'id')::bigint
+                    SELECT each.*, row_number() OVER (ORDER BY each.schema DESC, each.name DESC) AS place
+                    FROM (
+                        SELECT DISTINCT u.pgt_id, CASE WHEN u.pgt_id IS NOT NULL THEN 'STREAM_TABLE' ELSE d.source_type END AS source_type,
+                               coalesce(n.nspname, d.source_schema) AS schema, coalesce(c.relname, d.source_name) AS name
+                        FROM pgtrickle.pgt_dependencies AS d
+                        LEFT JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
+                        LEFT JOIN pg_class AS c ON c.oid = CASE WHEN pgtrickle._is_spread(d.through) THEN d.through ELSE d.source_relid END
+                        LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
+                        WHERE d.pgt_id = (node ->> 'id')::bigint
+                    ) AS each
                 ) AS child);
         END LOOP;
     END LOOP;

@@ -8,3 +8,15 @@ ALTER TABLE pgtrickle.pgt_databases ADD COLUMN citus_group integer UNIQUE;
 COMMENT ON COLUMN pgtrickle.pgt_databases.citus_group IS 'Of a node of the Citus cluster that this database coordinates; NULL for others.';
 
 DROP FUNCTION IF EXISTS pgtrickle._begin_tracking(regclass, text);
+
+-- Stream tables that Citus places.
+ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN output_distribution_column text;
+ALTER TABLE pgtrickle.pgt_stream_tables ADD CONSTRAINT pgt_stream_tables_st_placement_check
+    CHECK (st_placement IN ('local', 'reference', 'distributed', 'auto'));
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.st_placement IS 'Where the table is in a Citus cluster; auto until its first filling decides.';
+
+DROP FUNCTION IF EXISTS pgtrickle.create_stream_table(text, text, text, text, boolean, boolean, text, text[]);
+DROP FUNCTION IF EXISTS pgtrickle._create(text, text, text, text, boolean, boolean, text, text[], text, text);
+DROP FUNCTION IF EXISTS pgtrickle._create_storage(text, regclass, text[]);
+
+CREATE INDEX ON pgtrickle.pgt_dependencies (through) WHERE through IS NOT NULL;

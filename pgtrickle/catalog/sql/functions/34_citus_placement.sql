@@ -1,0 +1,94 @@
+-- Where a stream table is in a Citus cluster: on the coordinator, on all nodes, or distributed.
+
+-- What we create is this node's, but for what is said to be everybody's. Gives the setting as it was; NULL without Citus.
+CREATE OR REPLACE FUNCTION pgtrickle._keep_ddl_here() RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    former text := current_setting('citus.enable_ddl_propagation', true);
+BEGIN
+    IF former IS NULL OR NOT pgtrickle._has_citus() THEN
+        RETURN NULL;
+    END IF;
+    PERFORM set_config('citus.enable_ddl_propagation', 'off', true);
+    RETURN former;
+END
+$$;
+
+-- As it was asked for. Of itself a stream table is placed if it reads a distributed table; its first filling then decides how.
+CREATE OR REPLACE FUNCTION pgtrickle._choose_placement(view regclass, wanted text, distribution_column text) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    wanted := lower(coalesce(wanted, CASE WHEN distribution_column IS NOT NULL THEN 'distributed' ELSE 'auto' END));
+    IF wanted NOT IN ('auto', 'local', 'reference', 'distributed') THEN
+        RAISE EXCEPTION 'st_placement cannot be %', quote_literal(wanted)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'It is local, reference, distributed or auto.';
+    ELSIF wanted IN ('reference', 'distributed') AND NOT pgtrickle._has_citus() THEN
+        RAISE EXCEPTION 'st_placement cannot be % in database %, which has no Citus', quote_literal(wanted), quote_ident(current_database())
+            USING ERRCODE = 'feature_not_supported', HINT = 'Leave it out: the table is then an ordinary one.';
+    ELSIF distribution_column IS NOT NULL AND wanted <> 'distributed' THEN
+        RAISE EXCEPTION 'output_distribution_column is for tables that are distributed, and st_placement is %', quote_literal(wanted)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Leave one of the two out.';
+    ELSIF wanted = 'auto' AND NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s
+                                          WHERE pgtrickle._citus_placement(s.relation) = 'distributed') THEN
+        RETURN 'local';
+    END IF;
+    RETURN wanted;
+END
+$$;
+
+-- A table that every apply to a placed stream table writes. It is one of Citus's own, on the coordinator only: that makes such a transaction
+-- commit in two phases, here and on the nodes. It has no place in the catalog, which nodes have too.
+CREATE OR REPLACE FUNCTION pgtrickle._prepare_two_phases() RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+BEGIN
+    IF to_regclass('pgtrickle_changes.pgt_applies') IS NOT NULL THEN
+        RETURN;
+    END IF;
+    CREATE TABLE pgtrickle_changes.pgt_applies (pgt_id bigint PRIMARY KEY, fencing_token bigint NOT NULL);
+    COMMENT ON TABLE pgtrickle_changes.pgt_applies IS 'Written by every apply to a stream table that Citus placed, so that it commits in two phases.';
+    IF pgtrickle._service_role() <> current_user THEN
+        EXECUTE format('GRANT SELECT, INSERT, UPDATE ON pgtrickle_changes.pgt_applies TO %I', pgtrickle._service_role());
+    END IF;
+    PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
+    PERFORM citus_add_local_table_to_metadata('pgtrickle_changes.pgt_applies');
+    PERFORM set_config('citus.enable_ddl_propagation', 'off', true);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._prepare_two_phases() FROM PUBLIC;
+
+CREATE OR REPLACE FUNCTION pgtrickle._note_placement(id bigint, placement text, distribution_column text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'place');
+    UPDATE pgtrickle.pgt_stream_tables AS s
+    SET st_placement = _note_placement.placement, output_distribution_column = distribution_column WHERE s.pgt_id = id;
+    IF placement IN ('reference', 'distributed') THEN
+        PERFORM pgtrickle._prepare_two_phases();
+    END IF;
+END
+$$;
+
+-- With the rights of its owner, while it is empty.
+CREATE OR REPLACE FUNCTION pgtrickle._place(id bigint, placement text, distribution_column text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    storage regclass := (SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id);
+    former text := current_setting('citus.enable_ddl_propagation', true);
+BEGIN
+    IF placement IN ('reference', 'distributed') THEN
+        PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
+        IF placement = 'reference' THEN
+            PERFORM create_reference_table(storage);
+        ELSE
+            PERFORM create_distributed_table(storage, coalesce(distribution_column, '__pgt_row_id'));
+        END IF;
+        PERFORM set_config('citus.enable_ddl_propagation', former, true);
+    END IF;
+    PERFORM pgtrickle._note_placement(id, placement, distribution_column);
+END
+$$;
