@@ -31,9 +31,8 @@ from pgtrickle.engine.elsewhere import NotThereError
 from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
-from pgtrickle.engine.other_cut import is_node
 from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.reach import check_catalog, told
+from pgtrickle.engine.reach import check_catalog, is_node, told
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import (
@@ -140,13 +139,19 @@ class Database:
 
     def install(self, *, service_role: str | None = None) -> int:
         """Create or update the catalog; gives its version."""
-        return install(self.conn, service_role=service_role)
+        version = install(self.conn, service_role=service_role)
+        self.engine.cluster.install()
+        return version
 
     def upgrade(self) -> int:
-        return upgrade(self.conn)
+        version = upgrade(self.conn)
+        self.engine.cluster.install()
+        return version
 
     def uninstall(self, *, drop_tables: bool = False) -> list[str]:
         """Remove the catalog; gives statements that only the owners of tables can run."""
+        require_installed(self.conn)
+        self.engine.cluster.uninstall()
         return uninstall(self.conn, drop_tables=drop_tables)
 
     def create_stream_table(

@@ -220,6 +220,28 @@ def _databases(conn: Connection) -> Iterator[Finding]:
         )
 
 
+def _citus(conn: Connection) -> Iterator[Finding]:
+    """Nodes of the cluster that are not captured, not followed, or cannot be cut."""
+    if not _rows(conn, "SELECT WHERE pgtrickle._has_citus()"):
+        return
+    if not _rows(conn, "SELECT WHERE has_table_privilege('pg_dist_transaction', 'UPDATE')"):
+        yield Finding(
+            "citus",
+            conn.info.dbname,
+            f"does not let role {conn.info.user} keep transactions of several nodes from ending while all are cut",
+            f"As superuser, on every node: GRANT UPDATE ON pg_catalog.pg_dist_transaction TO {conn.info.user};",
+        )
+    rows = _rows(conn, "SELECT node, source, triggers_missing, problem FROM pgtrickle.citus_status")
+    for node, source, missing, _ in rows:
+        if missing:
+            remedy = "Nothing to do: the next refresh puts them there, and fills its readers anew."
+            yield Finding("citus", f"{node}: {source}", f"lacks {missing} capture triggers", remedy)
+    for node, problem in sorted({(node, problem) for node, _, _, problem in rows if problem is not None}):
+        yield Finding(
+            "citus", node, problem, "See to it that the node runs and that the service's role may connect to it."
+        )
+
+
 CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (
     _stream_tables,
     _capture,
@@ -227,6 +249,7 @@ CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (
     _service,
     _pooler,
     _databases,
+    _citus,
 )
 
 

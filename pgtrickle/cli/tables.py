@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 MODE = click.Choice(["AUTO", "DIFFERENTIAL", "FULL"], case_sensitive=False)
 PLACEMENT = click.Choice(["auto", "spark"])
+ST_PLACEMENT = click.Choice(["auto", "local", "reference", "distributed"])
 
 
 @click.command(
@@ -36,6 +37,8 @@ Examples:
 @click.option("--placement", type=PLACEMENT, help="Where joins and aggregates run; default: the database's setting.")
 @click.option("--pooler", is_flag=True, help="Refresh it without anything that outlives a transaction.")
 @click.option("--no-init", is_flag=True, help="Leave the table empty until its first refresh.")
+@click.option("--st-placement", type=ST_PLACEMENT, help="In a Citus cluster: where the table is; default: auto.")
+@click.option("--output-distribution-column", metavar="COLUMN", help="In a Citus cluster: distribute the table by it.")
 @as_json
 @with_dsn
 def create(
@@ -48,6 +51,8 @@ def create(
     placement: str | None,
     pooler: bool,
     no_init: bool,
+    st_placement: str | None,
+    output_distribution_column: str | None,
     as_json: bool,
 ) -> None:
     """Create stream table NAME from QUERY and fill it.
@@ -64,6 +69,8 @@ def create(
             placement=placement,
             pooler_compatibility_mode=pooler,
             initialize=False,
+            st_placement=st_placement,
+            output_distribution_column=output_distribution_column,
         )
         if not no_init:
             table = _fill(database, name, table.id)

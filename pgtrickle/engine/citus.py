@@ -14,13 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict, make_conninfo
-from psycopg.types.json import Jsonb
+from psycopg import sql
 
-from pgtrickle.catalog.install import install, installed_version, latest_version
+from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
 from pgtrickle.engine.connection import another
-from pgtrickle.engine.reach import Connections, told
-from pgtrickle.errors import NotDifferentiableError, PgtrickleError, SourceLockedError
+from pgtrickle.engine.reach import Connections, dsn_from, told
+from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.elsewhere import Elsewhere
@@ -79,7 +78,13 @@ class Barrier:
                 conn.execute("BEGIN")
                 self._held.append(conn)
                 conn.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
-                conn.execute("LOCK TABLE pg_catalog.pg_dist_transaction IN EXCLUSIVE MODE")
+                try:
+                    conn.execute("LOCK TABLE pg_catalog.pg_dist_transaction IN EXCLUSIVE MODE")
+                except psycopg.errors.InsufficientPrivilege as error:
+                    raise PrivilegeError(
+                        f"role {conn.info.user} may not keep transactions from ending on {name} while all nodes are cut",
+                        f"As superuser, there: GRANT UPDATE ON pg_catalog.pg_dist_transaction TO {conn.info.user};",
+                    ) from error
         prepared = "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database() AND gid LIKE 'citus\\_%'"
         return all(conn.execute(prepared).fetchone() == (0,) for conn in conns.values())
 
@@ -110,24 +115,19 @@ class Cluster:
         nodes = self._settle()
         for table in tables:
             row = self.home.execute(
-                "SELECT pgtrickle._shard_capture(%s::oid::regclass),"
-                " EXISTS (SELECT FROM pgtrickle._shards_here(%s::oid::regclass)),"
-                " (SELECT relkind <> 'r' FROM pg_class WHERE oid = %s)",
-                (table, table, table),
+                "SELECT format('%%I.%%I', n.nspname, c.relname), pgtrickle._not_spreadable(c.oid)"
+                " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
+                (table,),
             ).fetchone()
             assert row is not None
-            definition, here, other_kind = row
-            if here or other_kind:
+            label, problem = row
+            if problem is not None:
                 raise NotDifferentiableError(
-                    f"changes of the distributed table {definition['name']} cannot be captured: "
-                    + ("it has shards on the coordinator" if here else "it is partitioned"),
-                    "Move its shards to workers: citus_set_node_property(…, 'shouldhaveshards', false), then rebalance."
-                    if here
-                    else "Distribute a table that is not.",
+                    f"changes of the distributed table {label} cannot be captured: {problem[0]}", problem[1]
                 )
+            self._fit(table)
             for name in nodes.values():
-                self.elsewhere.ask(name, "SELECT pgtrickle._fit_shards(%s)", (Jsonb(definition),))
-                self.elsewhere.import_table(name, definition["name"])
+                self.elsewhere.import_table(name, label)
             self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass, %s)", (table, list(nodes)))
         return list(nodes.values())
 
@@ -156,19 +156,8 @@ class Cluster:
 
     def finish(self, pgt_id: int) -> None:
         """Once the triggers are there: those that Citus does not send to shards."""
-        rows = self.home.execute(
-            "SELECT DISTINCT f.database, format('%%I.%%I', f.source_schema, f.source_name) FROM pgtrickle.pgt_dependencies d"
-            " JOIN pgtrickle.pgt_foreign_tables f ON f.relid = d.source_relid"
-            " WHERE d.pgt_id = %s AND pgtrickle._is_spread(d.through)",
-            (pgt_id,),
-        ).fetchall()
-        for name, table in rows:
-            self.elsewhere.ask(
-                name,
-                "SELECT pgtrickle._attach_truncate(source_relid, source_stable_name, false)"
-                " FROM pgtrickle.pgt_change_tracking WHERE source_relid = %s::regclass",
-                (table,),
-            )
+        for table in self.behind(pgt_id):
+            self._fit(table)
 
     def settle(self) -> bool:
         """Have nodes that came since capture what they will get, and forget those that left; whether there were any."""
@@ -183,23 +172,52 @@ class Cluster:
             with suppress(psycopg.Error, PgtrickleError):
                 self.elsewhere.ask(name, "SELECT pgtrickle._untrack_unused()", ())
 
+    def install(self) -> None:
+        """A catalog of its own for every node: capture is theirs."""
+        row = self.home.execute("SELECT pgtrickle._has_citus() AND pgtrickle._citus_group() = 0").fetchone()
+        if row == (True,):
+            self._settle()
+
+    def uninstall(self) -> None:
+        for name, dsn in self.home.execute(
+            "SELECT name, dsn FROM pgtrickle.pgt_databases WHERE citus_group IS NOT NULL"
+        ).fetchall():
+            with self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)) as conn, told(name):
+                if installed_version(conn) is not None:
+                    uninstall(conn)
+
     def _settle(self) -> dict[int, str]:
         """Make the nodes known here, with a catalog of their own; gives their names by their groups."""
         rows = self.home.execute(
-            "SELECT groupid, host, port, pgtrickle._node_name(groupid) FROM pgtrickle._citus_nodes() WHERE groupid <> 0"
+            "SELECT n.groupid, pgtrickle._node_name(n.groupid), format('host=%s port=%s', n.host, n.port), d.dsn"
+            " FROM pgtrickle._citus_nodes() n LEFT JOIN pgtrickle._known_nodes() d ON d.groupid = n.groupid"
+            " WHERE n.groupid <> 0"
         ).fetchall()
         role = self.home.execute("SELECT pgtrickle._service_role()").fetchone()
         assert role is not None
-        for group, host, port, name in rows:
-            dsn = self._dsn(host, port)
-            with self.elsewhere.connections.open(name, dsn) as conn, told(name):
+        for group, name, dsn, known in rows:
+            with self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)) as conn, told(name):
                 if installed_version(conn) != latest_version():
                     install(conn, service_role=role[0])
+                elif known == dsn:
+                    continue
                 node = conn.execute("SELECT pgtrickle._node()").fetchone()
             assert node is not None
             self.home.execute("SELECT pgtrickle._register_node(%s, %s, %s)", (group, dsn, node[0]))
-        return {group: name for group, _, _, name in rows}
+        return {group: name for group, name, _, _ in rows}
 
-    def _dsn(self, host: str, port: int) -> str:
-        known = {name: value for name, value in conninfo_to_dict(self.home.info.dsn).items() if name != "hostaddr"}
-        return make_conninfo("", **(known | {"host": host, "port": port}))
+    def _fit(self, table: int) -> None:
+        """Have the nodes capture a table: with our own rights, or those of an owner of a stream table that reads it."""
+        row = self.home.execute(
+            "SELECT has_table_privilege(%s::oid, 'TRIGGER'), (SELECT min(d.pgt_id) FROM pgtrickle.pgt_dependencies d"
+            " WHERE %s::oid IN (d.source_relid, d.through))",
+            (table, table),
+        ).fetchone()
+        assert row is not None
+        may, reader = row
+        statement = f"SELECT pgtrickle._fit_nodes({table:d}::oid::regclass)"
+        if may or reader is None:
+            self.home.execute(statement.encode())
+        else:
+            function = sql.Identifier("pgtrickle_views", f"write_{reader}")
+            self.home.execute(sql.SQL("SELECT {}(%s, NULL)").format(function), (statement,))

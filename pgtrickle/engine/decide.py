@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pgtrickle.capture.frontier import Frontier
-from pgtrickle.engine.other_cut import is_node
 from pgtrickle.engine.programs import Compiled
+from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.errors import NotDifferentiableError

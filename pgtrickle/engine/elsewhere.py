@@ -29,12 +29,11 @@ from pgtrickle.engine.other_cut import (
     ForeignSource,
     OtherCut,
     end_cut,
-    is_node,
     shards_on,
     take_offered_cut,
     take_other_cut,
 )
-from pgtrickle.engine.reach import Connections, Kept, check_catalog, told
+from pgtrickle.engine.reach import Connections, Kept, check_catalog, dsn_from, is_node, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 
 if TYPE_CHECKING:
@@ -73,9 +72,7 @@ class Elsewhere:
     @contextmanager
     def open(self, name: str) -> Iterator[psycopg.Connection[Any]]:
         """A connection to a registered database."""
-        row = self.home.execute("SELECT pgtrickle._dsn_of(%s)", (name,)).fetchone()
-        assert row is not None
-        with self.connections.open(name, row[0]) as conn:
+        with self.connections.open(name, self._dsns([name])[name]) as conn:
             yield conn
 
     def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -121,6 +118,7 @@ class Elsewhere:
             shared: set[str] = set()
             if self.brokers is not None:  # a broker's rows were computed before we could look at functions
                 shared = wanted.keys() - _read_whole(works) - noted_functions(self, list(wanted)).keys()
+                shared -= nodes.keys()  # these are cut at one moment
             for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
                     self._lose(found, database, works)
@@ -157,7 +155,7 @@ class Elsewhere:
         rows = self.home.execute(
             "SELECT n, pgtrickle._dsn_of(n) FROM unnest(%s::text[]) AS n", (sorted(names),)
         ).fetchall()
-        return dict(rows)
+        return {name: dsn_from(self.home, name, dsn) for name, dsn in rows}
 
     def _has_news(
         self, works: Sequence[Work], dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
@@ -358,9 +356,7 @@ class Elsewhere:
     def unsubscribe_dropped(self, databases: Sequence[str]) -> None:
         """Tell these databases which stream tables still read them."""
         for database in databases:
-            row = self.home.execute("SELECT pgtrickle._dsn_of(%s)", (database,)).fetchone()
-            assert row is not None
-            self.connections.keep_only(database, row[0], self.kept_by(database))
+            self.connections.keep_only(database, self._dsns([database])[database], self.kept_by(database))
 
     def kept_by(self, database: str) -> Kept:
         """The stream tables here that read a database."""

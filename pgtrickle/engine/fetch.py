@@ -26,6 +26,7 @@ from pgtrickle.engine.copying import copy_out
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.origins import origins_of
 from pgtrickle.engine.reach import told
+from pgtrickle.engine.shards import Shards
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
 
@@ -44,7 +45,7 @@ class Reader:
     as_owner: sql.Identifier | None = None
     database: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
-    shards: Mapping[str, str] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
 
     def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
         """The rows of a query as an Arrow table of the given schema."""
@@ -65,11 +66,11 @@ class Reader:
 
 @dataclass(frozen=True)
 class Request:
-    """One fragment to read. A part of the table's blocks can be asked for where `part` is given a condition."""
+    """One fragment to read: all of it, or the part that a condition leaves; of a distributed table, one query's rows."""
 
     plan: Plan
     schema: pa.Schema
-    statement: Callable[[sql.Composable | None], sql.Composable]
+    statement: Callable[[sql.Composable | None, sql.Composable | None], sql.Composable]
     reader: Reader
 
 
@@ -140,7 +141,7 @@ class InMemory:
         return schema.empty_table()
 
     def read(self, request: Request) -> pa.Table:
-        statement = request.statement(None)
+        statement = request.statement(None, None)
         shown = statement.as_string(self.conn)
         key = (request.reader.database, shown)
         if key not in self._rows:
@@ -226,9 +227,9 @@ class Fetcher(Generic[T]):
         if None in conditions.values() and is_chain(plan):
             return self.medium.empty(schema)
 
-        def statement(part: sql.Composable | None) -> sql.Composable:
+        def statement(part: sql.Composable | None, rows: sql.Composable | None) -> sql.Composable:
             holes = {name: condition or sql.SQL("false") for name, condition in conditions.items()}
-            holes |= {name: sql.SQL(rows) for name, rows in reader.shards.items()}
+            holes |= {name: rows or sql.SQL(shards.query) for name, shards in reader.shards.items()}
             if database in self.windows:
                 holes[WINDOW] = since(self.windows[database], "__pgt_xid")
             if part is not None:

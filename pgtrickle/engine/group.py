@@ -12,7 +12,7 @@ import psycopg
 from pgtrickle.engine.apply import Diverged
 from pgtrickle.engine.connection import another, is_pooled
 from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.other_cut import is_node
+from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.types import Outcome, RefreshResult
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError

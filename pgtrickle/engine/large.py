@@ -26,6 +26,7 @@ from pyspark.sql import DataFrame, functions
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
+from pgtrickle.compile.text import SHARDS
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.cut import export
 from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
@@ -34,6 +35,7 @@ from pgtrickle.engine.formats import spark_types
 from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.session import is_embedded, large_settings, spark_session
+from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
@@ -154,18 +156,44 @@ class OnExecutors:
 
     def _statements(self, request: Request) -> list[sql.Composable]:
         """One for each part of the table's blocks where the fragment reads one table; else one."""
-        size = _largest_file(request.reader.conn, request.plan)
-        parts = min(size // _PART + 1, _MOST_PARTS)
-        if parts == 1:
-            return [request.statement(None)]
-        step = size // _BLOCK // parts + 1
-        bounds = [sql.SQL("{}::pg_catalog.tid").format(sql.Literal(f"({i * step},0)")) for i in range(parts)]
-        conditions: list[sql.Composable] = [
-            sql.SQL("ctid >= {} AND ctid < {}").format(low, high) for low, high in pairwise(bounds)
-        ]
-        # The last part has no end: the table may have grown since.
-        conditions.append(sql.SQL("ctid >= {}").format(bounds[-1]))
-        return [request.statement(condition) for condition in conditions]
+        shards = _shards_of(request)
+        if shards is not None:
+            return [
+                request.statement(None, sql.SQL("SELECT * FROM {} WHERE {}").format(sql.SQL(shard), part))
+                for shard in shards.names
+                for part in _parts(_size_of(request.reader.conn, shard)) or [sql.SQL("true")]
+            ] or [request.statement(None, None)]
+        parts = _parts(_largest_file(request.reader.conn, request.plan))
+        return [request.statement(part, None) for part in parts] or [request.statement(None, None)]
+
+
+def _parts(size: int) -> list[sql.Composable]:
+    """Conditions for parts of the blocks of a file; none where it is best read in one."""
+    parts = min(size // _PART + 1, _MOST_PARTS)
+    if parts == 1:
+        return []
+    step = size // _BLOCK // parts + 1
+    bounds = [sql.SQL("{}::pg_catalog.tid").format(sql.Literal(f"({i * step},0)")) for i in range(parts)]
+    conditions: list[sql.Composable] = [
+        sql.SQL("ctid >= {} AND ctid < {}").format(low, high) for low, high in pairwise(bounds)
+    ]
+    # The last part has no end: the table may have grown since.
+    conditions.append(sql.SQL("ctid >= {}").format(bounds[-1]))
+    return conditions
+
+
+def _shards_of(request: Request) -> Shards | None:
+    """The shards behind a fragment over a distributed table at the cut."""
+    scans = scans_of(request.plan)
+    if not is_chain(request.plan) or not scans or not scans[0].relation.spread or scans[0].version is Version.DELTA:
+        return None
+    return request.reader.shards[f"{SHARDS}{scans[0].relation.oid}"]
+
+
+def _size_of(conn: psycopg.Connection[Any], shard: str) -> int:
+    row = conn.execute("SELECT pg_relation_size(%s::regclass)", (shard,)).fetchone()
+    assert row is not None
+    return int(row[0])
 
 
 def _largest_file(conn: psycopg.Connection[Any], plan: Plan) -> int:

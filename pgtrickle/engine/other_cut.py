@@ -15,6 +15,8 @@ from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Offer
+from pgtrickle.engine.reach import is_node
+from pgtrickle.engine.shards import Shards
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 
 # Tables of a node, with their shards there and a query for the rows of these.
@@ -69,8 +71,7 @@ class OtherCut:
     snapshot: Snapshot
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server
-    shards: Mapping[int, str] = field(default_factory=dict)  # of a node: queries for its shards, by table
-    placed: frozenset[int] = frozenset()  # of a node: the tables that it has shards of
+    shards: Mapping[int, Shards] = field(default_factory=dict)  # of a node, by table
     looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
     offer: Offer | None = None  # of a broker, whose cut it is
     proof: str = field(default_factory=lambda: str(uuid4()))
@@ -158,20 +159,14 @@ def take_other_cut(
         raise SourceLockedError(
             f"shards came to {database} or left it at this moment", "A service tries again by itself."
         )
-    shards = {there: rows for there, _, rows in placements}
-    having = frozenset(there for there, here, _ in placements if here)
-    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, having, dict(looks))
+    shards = {there: Shards(tuple(here), rows) for there, here, rows in placements}
+    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
 
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
     """The shards of these tables that a node has now."""
     rows = conn.execute(_PLACED, (sorted({source.there for source in sources}),)).fetchall()
     return [name for _, here, _ in rows for name in here]
-
-
-def is_node(database: str) -> bool:
-    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
-    return database.startswith("@")
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:

@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgtrickle.catalog.databases import reachable
 from pgtrickle.catalog.install import installed_version, latest_version
@@ -29,6 +30,21 @@ class Kept:
 
     home: str
     consumers: tuple[tuple[str, int], ...]
+
+
+def is_node(database: str) -> bool:
+    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
+    return database.startswith("@")
+
+
+def dsn_from(home: psycopg.Connection[Any], name: str, dsn: str) -> str:
+    """How a registered database is reached. A node of the cluster is reached as its coordinator is, but for the address."""
+    if not is_node(name):
+        return dsn
+    known = {name: value for name, value in home.info.get_parameters().items() if name != "hostaddr"}
+    if home.info.password:
+        known["password"] = home.info.password
+    return make_conninfo("", **(known | conninfo_to_dict(dsn)))
 
 
 @dataclass

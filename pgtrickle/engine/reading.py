@@ -30,6 +30,8 @@ from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.offers import Offered, take_offered
 from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.engine.programs import Programs
+from pgtrickle.engine.reach import is_node
+from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.work import Work
@@ -345,6 +347,8 @@ class Reading:
             relations = [source.there or source.relid for source in work.sources if source.database == database]
             conn = cut.others[database].conn if database else self.conn
             size += _bytes_of(conn, relations + ([] if database else [work.row.relid]))
+            if is_node(database):
+                size += _bytes_of_shards(conn, [cut.others[database].shards[one] for one in relations])
         return size > self.large
 
     def _job(self, work: Work) -> Job | None:
@@ -425,6 +429,13 @@ def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:
     return int(row[0])
 
 
+def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) -> int:
+    names = [name for one in shards for name in one.names]
+    row = conn.execute("SELECT sum(pg_table_size(n::regclass)) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
+    assert row is not None
+    return int(row[0] or 0)
+
+
 def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
     """The part of a frontier that is of other databases, at these cuts. What was not cut stays as it is known."""
     known = Frontier.from_json(work.row.frontier)
@@ -437,7 +448,7 @@ def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
     return {name: kept[name] for name in work.row.databases if name in kept} | found
 
 
-def _shards_of(work: Work, cut: OtherCut) -> dict[str, str]:
+def _shards_of(work: Work, cut: OtherCut) -> dict[str, Shards]:
     """What a node has of the distributed tables that a stream table reads, by the holes in its fragments."""
     return {
         f"{SHARDS}{source.relid}": cut.shards[source.there]

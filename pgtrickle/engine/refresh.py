@@ -28,9 +28,9 @@ from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.other_cut import ForeignSource, is_node
+from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.programs import Plans, Programs
-from pgtrickle.engine.reach import Connections
+from pgtrickle.engine.reach import Connections, is_node
 from pgtrickle.engine.reading import Reading
 from pgtrickle.engine.sets import Sets
 from pgtrickle.engine.sharing import Input

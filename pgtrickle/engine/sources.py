@@ -15,7 +15,8 @@ from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.offers import Offer
-from pgtrickle.engine.other_cut import ForeignSource, OtherCut, is_node
+from pgtrickle.engine.other_cut import ForeignSource, OtherCut
+from pgtrickle.engine.reach import is_node
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def changed_sources(
             changed, markers = answers[source.database][source.stable_name, window]
             source = replace(source, changed=changed, markers=markers)
         elif _joins(frontiers[pgt_id], source, elsewhere.get((pgt_id, source.relid))):
-            moved_in = is_node(source.database) and source.there in others[source.database].placed
+            moved_in = is_node(source.database) and bool(others[source.database].shards[source.there].names)
             source = replace(source, changed=True, joined=True, moved_in=moved_in)
         result[pgt_id].append(source)
     return result

@@ -50,8 +50,9 @@ def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium:
         + [("w", pa.int64())]
     )
 
-    def statement(part: sql.Composable | None) -> sql.Composable:
+    def statement(part: sql.Composable | None, rows: sql.Composable | None) -> sql.Composable:
         assert part is None
+        assert rows is None
         return reader.as_reader(wide.statement().fill(lambda _: window), names)
 
     whole = medium.read(Request(plan, schema, statement, reader))

@@ -22,6 +22,7 @@ from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.lease import Lease
+from pgtrickle.engine.reach import dsn_from, is_node
 from pgtrickle.engine.sets import Sets
 from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
@@ -300,10 +301,11 @@ class Scheduler:
             " JOIN pgtrickle.pgt_foreign_tables f ON f.database = w.name"
             " JOIN pgtrickle.pgt_dependencies d ON d.source_relid = f.relid"
         ).fetchall()
-        self._others = dict(rows)
+        self._others = {name: dsn_from(conn, name, dsn) for name, dsn in rows}
         if settings.brokered and self.workers.broker is not None:
             for name, dsn in self._others.items():
-                self.workers.broker.serve(name, dsn, settings.interval)
+                if not is_node(name):
+                    self.workers.broker.serve(name, dsn, settings.interval)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
         """Say when those with a cron schedule are due next, after each refresh."""
@@ -429,7 +431,8 @@ class Scheduler:
         """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""
         elsewhere = Elsewhere(conn, self.watch.connections)
         for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
-            self.watch.run(partial(elsewhere.connections.keep_only, database, dsn, elsewhere.kept_by(database)))
+            known = dsn_from(conn, database, dsn)
+            self.watch.run(partial(elsewhere.connections.keep_only, database, known, elsewhere.kept_by(database)))
 
     def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         """Tell once, when it begins, what an operator should know."""

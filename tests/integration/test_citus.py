@@ -13,9 +13,16 @@ import psycopg
 import pytest
 
 import pgtrickle
+from pgtrickle.cli.findings import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
 from pgtrickle.engine import apply
-from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, SourceLockedError
+from pgtrickle.errors import (
+    DatabaseFailedError,
+    InvalidQueryError,
+    NotDifferentiableError,
+    PrivilegeError,
+    SourceLockedError,
+)
 from tests.support.citus import Cluster, citus_binaries, cluster, servers
 from tests.support.oracle import assert_equal_to_query
 
@@ -344,10 +351,87 @@ def test_what_cannot_be_captured_is_refused(shop: Shop) -> None:
         shop.db.create_stream_table("parts", "SELECT id FROM parted")
 
 
-def test_uninstall_leaves_the_distributed_table(shop: Shop) -> None:
-    shop.create("totals")
+def test_uninstall_leaves_nothing_on_any_node(shop: Shop) -> None:
+    shop.create("totals", "rows", st_placement="distributed")
+    shop.create("local", "referenced")
     shop.db.uninstall(drop_tables=True)
     assert shop.conn.execute("SELECT count(*) FROM t").fetchone() == (1000,)
+    shop.conn.execute("INSERT INTO t SELECT i, 1, 1 FROM generate_series(2001, 2100) AS i")
+    shop.conn.execute("UPDATE loc SET name = 'x'")
+    tables = shop.conn.execute("SELECT table_name::text FROM citus_tables ORDER BY 1").fetchall()
+    assert tables == [("ref",), ("t",)]
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            left = conn.execute("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'pgtrickle%'").fetchall()
+            assert left == [], f"node {node}"
+    shop.queries.clear()
+    shop.db.install()
+    shop.create("totals")
+    shop.goes_on()
+
+
+def test_status_tells_of_nodes_and_what_is_captured_there(shop: Shop) -> None:
+    status = "SELECT node, source, placement, shards, triggers_missing FROM pgtrickle.citus_status ORDER BY 1, 2"
+    shop.create("totals", "referenced", "local")
+    assert shop.conn.execute(status).fetchall() == [
+        ("@node_1", "public.t", "distributed", 2, 0),
+        ("@node_2", "public.t", "distributed", 2, 0),
+        ("coordinator", "public.loc", "local", 1, 0),
+        ("coordinator", "public.ref", "reference", 1, 0),
+        ("coordinator", "public.t", "distributed", 0, 0),
+    ]
+    assert [one for one in find_problems(shop.db.conn, 60.0) if one.check == "citus"] == []
+    (shard,) = shop.admin.execute(
+        "SELECT shard_name(logicalrelid, shardid) FROM pg_dist_shard JOIN pg_dist_placement USING (shardid)"
+        " WHERE logicalrelid = 't'::regclass AND groupid = 1 ORDER BY shardid LIMIT 1"
+    ).fetchone() or ("",)
+    with psycopg.connect(shop.cluster.superuser_dsn(1), autocommit=True) as worker:
+        worker.execute(f"ALTER TABLE {shard} DISABLE TRIGGER ALL".encode())
+    (finding,) = [one for one in find_problems(shop.db.conn, 60.0) if one.check == "citus"]
+    assert finding.subject == "@node_1: public.t"
+    assert "lacks 4 capture triggers" in finding.problem
+    shop.conn.execute("UPDATE t SET v = v + 1")  # not captured there
+    action, reason = shop.refresh()["totals"]
+    assert action == "REINITIALIZE"
+    assert reason is not None
+    assert "lack capture triggers" in reason
+    assert [one for one in find_problems(shop.db.conn, 60.0) if one.check == "citus"] == []
+    shop.goes_on()
+    shop.cluster.servers[2].kill()
+    (finding,) = [one for one in find_problems(shop.db.conn, 60.0) if one.check == "citus"]
+    assert finding.subject == "@node_2"
+
+
+def test_large_tables_are_read_shard_by_shard(shop: Shop) -> None:
+    shop.db.engine.reading.large = 1 << 20
+    shop.conn.execute("INSERT INTO t SELECT i, i % 10, i % 1000 FROM generate_series(200000, 300000) AS i")
+    shop.create("totals", "rows", "named", st_placement="distributed")
+    shards = {text.split("t_1")[1][:5] for text in shop.db.engine.statements if "t_1" in text}
+    assert len(shards) == 4, shop.db.engine.statements
+    shop.conn.execute("UPDATE t SET v = v + 1 WHERE id > 210000")
+    shop.refresh()
+    shop.goes_on()
+
+
+def test_columnar_tables_are_refused(shop: Shop) -> None:
+    if shop.admin.execute("SELECT FROM pg_available_extensions WHERE name = 'citus_columnar'").fetchone() is None:
+        pytest.skip("this Citus has no columnar storage")
+    shop.admin.execute("CREATE EXTENSION IF NOT EXISTS citus_columnar")
+    shop.admin.execute("CREATE TABLE flat (id int, v int) USING columnar")
+    shop.admin.execute("ALTER TABLE flat OWNER TO app")
+    shop.conn.execute("SELECT create_distributed_table('flat', 'id')")
+    with pytest.raises(NotDifferentiableError, match=r"flat cannot be captured: it has columnar storage"):
+        shop.db.create_stream_table("flattened", "SELECT id FROM flat")
+
+
+def test_without_the_right_to_cut_all_nodes_it_says_which(shop: Shop) -> None:
+    with psycopg.connect(shop.cluster.superuser_dsn(2), autocommit=True) as worker:
+        worker.execute("REVOKE UPDATE ON pg_catalog.pg_dist_transaction FROM app")
+    with pytest.raises(PrivilegeError, match="@node_2") as error:
+        shop.create("totals")
+    assert "GRANT UPDATE ON pg_catalog.pg_dist_transaction TO app" in str(error.value)
 
 
 @pytest.mark.parametrize("st_placement", ["reference", "distributed"])

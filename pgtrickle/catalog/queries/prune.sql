@@ -9,6 +9,12 @@ WITH history AS (
     UPDATE pgtrickle.pgt_jobs j SET status = 'FAILED', finished_at = clock_timestamp(), error = 'its service is gone'
     WHERE j.status IN ('QUEUED', 'RUNNING') AND NOT EXISTS (
         SELECT FROM pgtrickle.pgt_services h WHERE h.service_id = j.service_id AND h.lease_expires > clock_timestamp())
+), locks AS (
+    -- Of processes that died long ago; others may take them over much earlier, when the lease has ended.
+    UPDATE pgtrickle.pgt_stream_tables s SET claimed_by = NULL
+    WHERE s.claimed_by IS NOT NULL AND NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_services h WHERE h.service_id = s.claimed_by
+        AND h.lease_expires > clock_timestamp() - make_interval(secs => pgtrickle._setting('lock_timeout')::integer))
 ), jobs AS (
     DELETE FROM pgtrickle.pgt_jobs WHERE finished_at < now() - interval '1 hour'
 )

@@ -15,6 +15,7 @@ AS $$
         ('enabled', 'on', 'boolean', 'on or off'),
         ('placement', 'auto', '^(auto|spark)$', 'auto or spark'),
         ('max_buffer_rows', '1000000', '^[1-9][0-9]{4,11}$', 'a number of rows, at least 10000'),
+        ('lock_timeout', '600', '^[1-9][0-9]{0,5}$', 'seconds, from 1 to 999999'),
         ('lock_timeout_ms', '5000', '^[1-9][0-9]{0,6}$', 'milliseconds, from 1 to 9999999'),
         ('scheduler_interval_ms', '1000', '^[1-9][0-9]{1,5}$', 'milliseconds, from 10 to 999999'),
         ('event_driven_wake', 'on', 'boolean', 'on or off'),
@@ -115,6 +116,13 @@ CREATE OR REPLACE FUNCTION pgtrickle._wake(reason text) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pg_notify('pgtrickle_wake', reason) WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
+$$;
+
+-- Tells who listens that stream tables, or what they read, are others than before.
+CREATE OR REPLACE FUNCTION pgtrickle._signal_dag_rebuild() RETURNS void
+LANGUAGE sql SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pg_notify('pg_trickle_dag_rebuild', '') WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.set(name text, value text) RETURNS void

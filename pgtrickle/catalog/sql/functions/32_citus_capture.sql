@@ -178,21 +178,37 @@ BEGIN
 END
 $$;
 
--- TRUNCATE triggers here: Citus sends them to shards that move, not to those that are there. Replacing one waits for the writers of its
--- table, and keeps new ones out until the end of the transaction.
-CREATE OR REPLACE FUNCTION pgtrickle._attach_truncate(source regclass, stable_name text, anew boolean) RETURNS void
+-- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names.
+CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text, suffix text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
+        format('pgtrickle_capture_%s_%s%s', lower(operation), stable_name, suffix), operation, relation,
+        CASE operation WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new'
+                       WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new'
+                       WHEN 'DELETE' THEN 'REFERENCING OLD TABLE AS __pgt_old' END,
+        'capture_' || stable_name);
+END
+$$;
+
+-- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and somebody may have switched
+-- one off. Replacing one waits for the writers of its table, and keeps new ones out until the end of the transaction.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_here(source regclass, stable_name text, lock_out boolean) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    here record;
-    trigger_name text;
+    wanted record;
 BEGIN
-    FOR here IN SELECT * FROM pgtrickle._captured_here(source) ORDER BY relation::oid LOOP
-        trigger_name := format('pgtrickle_capture_truncate_%s%s', stable_name, here.suffix);
-        IF anew OR NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = here.relation AND t.tgname = trigger_name) THEN
-            EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
-                           trigger_name, here.relation, 'capture_' || stable_name);
-        END IF;
+    FOR wanted IN
+        SELECT h.relation, h.suffix, o.operation FROM pgtrickle._captured_here(source) AS h
+        CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
+        LEFT JOIN pg_trigger AS t ON t.tgrelid = h.relation AND t.tgenabled = 'O'
+            AND t.tgname = format('pgtrickle_capture_%s_%s%s', lower(o.operation), stable_name, h.suffix)
+        WHERE t.oid IS NULL OR lock_out AND o.operation = 'TRUNCATE'
+        ORDER BY h.relation::oid, o.operation
+    LOOP
+        PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, wanted.suffix);
     END LOOP;
 END
 $$;
@@ -205,16 +221,18 @@ AS $$
 DECLARE
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
     source regclass := (definition ->> 'name')::regclass;
+    attached boolean;
     former text := current_setting('lock_timeout');
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
 BEGIN
-    PERFORM set_config('lock_timeout', timeout, true);
-    IF pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
-        PERFORM pgtrickle._attach_truncate(source, definition ->> 'stable_name', true);
+    PERFORM pgtrickle._keep_ddl_here(), set_config('lock_timeout', timeout, true);
+    attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture);
+    IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
+        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
     END IF;
     PERFORM pgtrickle._track_shards(definition);
-    IF EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture) THEN
-        PERFORM pgtrickle._attach_truncate(source, definition ->> 'stable_name', false);
+    IF attached THEN
+        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', false);
     END IF;
     PERFORM set_config('lock_timeout', former, true);
 EXCEPTION WHEN lock_not_available THEN
@@ -245,15 +263,10 @@ BEGIN
     FOREACH operation IN ARRAY ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE'] LOOP
         trigger_name := 'pgtrickle_capture_' || lower(operation) || '_' || stable_name;
         CONTINUE WHEN EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname = trigger_name AND t.tgenabled = 'O');
-        EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s EXECUTE FUNCTION pgtrickle_changes.%I()', trigger_name, operation, source,
-            CASE operation WHEN 'TRUNCATE' THEN 'FOR EACH STATEMENT'
-                           WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new FOR EACH STATEMENT'
-                           WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new FOR EACH STATEMENT'
-                           ELSE 'REFERENCING OLD TABLE AS __pgt_old FOR EACH STATEMENT' END,
-            'capture_' || stable_name);
+        PERFORM pgtrickle._create_shard_trigger(source, operation, stable_name, '');
     END LOOP;
     PERFORM set_config('citus.enable_ddl_propagation', former, true);
-    PERFORM pgtrickle._attach_truncate(source, stable_name, false);
+    PERFORM pgtrickle._attach_here(source, stable_name, false);
     RETURN stable_name;
 END
 $$;
@@ -290,5 +303,23 @@ BEGIN
          FROM pgtrickle._captured_here(source) AS h),
         (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p
          WHERE p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))));
+END
+$$;
+
+-- The same on all other nodes, each in a transaction of its own, with the rights of whoever calls.
+CREATE OR REPLACE FUNCTION pgtrickle._fit_nodes(source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    answer record;
+BEGIN
+    FOR answer IN
+        SELECT * FROM run_command_on_workers(format('SELECT pgtrickle._fit_shards(%L)', pgtrickle._shard_capture(source)))
+    LOOP
+        IF NOT answer.success THEN
+            RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport, answer.result
+                USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Mend it there and try again: what the other nodes have is used then.';
+        END IF;
+    END LOOP;
 END
 $$;

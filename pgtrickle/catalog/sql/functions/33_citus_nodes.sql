@@ -110,3 +110,30 @@ BEGIN
     RETURN QUERY SELECT d.name FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL ORDER BY 1;
 END
 $$;
+
+-- What the service last saw of the nodes.
+CREATE OR REPLACE FUNCTION pgtrickle._followed_nodes() RETURNS TABLE (groupid integer, clear_at timestamptz, problem text)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT d.citus_group, d.clear_at, d.problem FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
+$$;
+
+-- The nodes that are known here, with the addresses that they had.
+CREATE OR REPLACE FUNCTION pgtrickle._known_nodes() RETURNS TABLE (groupid integer, dsn text)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT d.citus_group, d.dsn FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
+$$;
+
+-- Why the changes of a distributed table cannot be captured on its nodes, and what to do; NULL if they can.
+CREATE OR REPLACE FUNCTION pgtrickle._not_spreadable(relation oid) RETURNS text[]
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT CASE WHEN c.relkind = 'p' THEN ARRAY['it is partitioned', 'Distribute a table that is not.']
+                WHEN a.amname = 'columnar' THEN ARRAY['it has columnar storage, which has no triggers that see changed rows',
+                                                      'Use SELECT alter_table_set_access_method(…, ''heap'').']
+                WHEN EXISTS (SELECT FROM pgtrickle._shards_here(c.oid))
+                THEN ARRAY['it has shards on the coordinator',
+                           'Move them to workers: SELECT citus_set_node_property(…, ''shouldhaveshards'', false), then rebalance.'] END
+    FROM pg_class AS c LEFT JOIN pg_am AS a ON a.oid = c.relam WHERE c.oid = relation
+$$;

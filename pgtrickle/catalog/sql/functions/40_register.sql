@@ -224,7 +224,7 @@ BEGIN
             USING ERRCODE = 'invalid_object_definition', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
     PERFORM pgtrickle._register_sources(id);
-    PERFORM pgtrickle._settle_schedules();
+    PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
@@ -268,7 +268,7 @@ BEGIN
     IF _change.query IS NOT NULL THEN
         PERFORM pgtrickle._register_sources(id);
     END IF;
-    PERFORM pgtrickle._settle_schedules();
+    PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
@@ -291,7 +291,7 @@ BEGIN
         EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone.pgt_id);
     END LOOP;
     IF FOUND THEN
-        PERFORM pgtrickle._settle_schedules();
+        PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
     END IF;
     PERFORM pgtrickle._untrack_unused();
 END
