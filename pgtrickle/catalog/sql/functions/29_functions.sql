@@ -53,15 +53,23 @@ BEGIN
 END
 $$;
 
--- Why functions that a query calls cannot be called in all databases that it reads; NULL if they can.
+-- Why functions that a query calls cannot be called in all databases that it reads; NULL if they can. A query that reads none calls what it likes.
 CREATE OR REPLACE FUNCTION pgtrickle._function_conflicts(view regclass) RETURNS text
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT string_agg(format('%s in database %I: %s', here.function, d.name,
-                             coalesce(k.problem, CASE WHEN k.function IS NULL THEN 'not compared yet' ELSE 'it is not the same as here' END)), '; '
-                      ORDER BY here.function, d.name)
-    FROM pgtrickle._describe_functions(ARRAY(SELECT pgtrickle._own_functions(view))) AS here
-    CROSS JOIN pgtrickle._databases_behind(view) AS d (name)
-    LEFT JOIN pgtrickle.pgt_foreign_functions AS k ON k.database = d.name AND k.function = here.function
-    WHERE k.problem IS NOT NULL OR k.definition IS DISTINCT FROM here.definition
+DECLARE
+    databases text[] := ARRAY(SELECT pgtrickle._databases_behind(view));
+BEGIN
+    IF databases = '{}' THEN
+        RETURN NULL;
+    END IF;
+    RETURN (
+        SELECT string_agg(format('%s in database %I: %s', here.function, d.name,
+                                 coalesce(k.problem, CASE WHEN k.function IS NULL THEN 'not compared yet' ELSE 'it is not the same as here' END)),
+                          '; ' ORDER BY here.function, d.name)
+        FROM pgtrickle._describe_functions(ARRAY(SELECT pgtrickle._own_functions(view))) AS here
+        CROSS JOIN unnest(databases) AS d (name)
+        LEFT JOIN pgtrickle.pgt_foreign_functions AS k ON k.database = d.name AND k.function = here.function
+        WHERE k.problem IS NOT NULL OR k.definition IS DISTINCT FROM here.definition);
+END
 $$;

@@ -7,7 +7,7 @@ GRANT USAGE ON SCHEMA pgtrickle_changes TO PUBLIC;
 GRANT USAGE, CREATE ON SCHEMA pgtrickle_views TO PUBLIC;
 GRANT SELECT ON pgtrickle.pgt_stream_tables, pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking,
     pgtrickle.pgt_refresh_history, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables,
-    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers TO PUBLIC;
+    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers, pgtrickle.pgt_foreign_functions TO PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._grant_to_service(service name) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
