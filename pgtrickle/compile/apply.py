@@ -38,6 +38,10 @@ class Target:
     def has_row_id(self) -> bool:
         return self.key is None or self.stage is not None
 
+    def staged(self, column: Column) -> str:
+        """A column's name in the stage, which is kept longer than a plan: not the plan's."""
+        return f"v{sorted(one.name for one in self.columns).index(column.name)}"
+
 
 def incoming(columns: Sequence[tuple[str, str]], relation: str | None) -> str:
     """The delta as a relation of typed columns, its weight first."""
@@ -181,8 +185,10 @@ def _change(target: Target, more: str = "") -> str:
     """The rest of the statement: what it does with z, and the counts it gives back, `more` among them."""
     if target.stage is not None:
         ids = ", ".join(ident(column.id) for column in target.columns)
+        names = ", ".join(target.staged(column) for column in target.columns)
         return (
-            f", f AS (INSERT INTO {target.stage} SELECT w, {_row_id(target)}, {ids} FROM z RETURNING 1)"
+            f", f AS (INSERT INTO {target.stage} (w, row_id, {names})"
+            f" SELECT w, {_row_id(target)}, {ids} FROM z RETURNING 1)"
             f" SELECT ARRAY[(SELECT count(*) FROM f), 0, 0{more}]"
         )
     return _change_by_key(target, more) if target.key is not None else _change_by_row(target, more)

@@ -23,7 +23,7 @@ def placed_key(
 
 def stage_ddl(stage: str, target: Target) -> str:
     """The temporary table, which stays with the connection."""
-    columns = ", ".join(f"{ident(column.id)} {column.type.name}" for column in target.columns)
+    columns = ", ".join(f"{target.staged(column)} {column.type.name}" for column in target.columns)
     return f"CREATE TEMP TABLE IF NOT EXISTS {stage} (w bigint, row_id uuid, {columns}) ON COMMIT DELETE ROWS"
 
 
@@ -31,7 +31,7 @@ def placed_statements(target: Target, distribution_column: str | None) -> list[s
     """In this order. Each gives back an array of counts: rows inserted, deleted, and deletions that found no row."""
     assert target.stage is not None
     names = ", ".join([*(ident(column.name) for column in target.columns), ROW_ID])
-    values = ", ".join(["z." + ident(column.id) for column in target.columns] + ["z.row_id"])
+    values = ", ".join([f"z.{target.staged(column)}" for column in target.columns] + ["z.row_id"])
     if target.key is not None:
         return _by_key(target, names, values, distribution_column)
     return _by_row(target, names, values)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +34,7 @@ from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import FuseBlownError, PgtrickleError, RefreshConflictError
+from pgtrickle.errors import DatabaseFailedError, FuseBlownError, PgtrickleError, RefreshConflictError
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def apply_delta(
     # Not so where other nodes commit too: what they have must not be lost here.
     settings |= {"synchronous_commit": "on" if _is_placed(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
-    with conn.transaction():
+    with _nodes_told(conn, row), conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
         on_step("load")
@@ -160,6 +162,20 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
 def _is_placed(row: StreamTableRow) -> bool:
     """Whether Citus has the stream table's rows on other nodes."""
     return row.st_placement in {"reference", "distributed"}
+
+
+@contextmanager
+def _nodes_told(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator[None]:
+    """What goes wrong on other nodes while a placed table is changed is their failure, and over when they are back."""
+    try:
+        yield
+    except (psycopg.errors.InternalError_, psycopg.OperationalError) as error:
+        if row.st_placement == "local" or conn.broken or conn.closed:
+            raise
+        raise DatabaseFailedError(
+            f"{row.label} could not be changed on all nodes: {error.diag.message_primary}",
+            "Nothing was changed. A service tries again by itself; pgtrickle.citus_status tells of nodes.",
+        ) from error
 
 
 def place(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:

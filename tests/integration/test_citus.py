@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,9 +18,8 @@ from pgtrickle.errors import (
     InvalidQueryError,
     NotDifferentiableError,
     PrivilegeError,
-    SourceLockedError,
 )
-from tests.support.citus import Cluster, citus_binaries, cluster, servers
+from tests.support.citus import Cluster, citus_binaries, cluster
 from tests.support.oracle import assert_equal_to_query
 
 pytestmark = pytest.mark.skipif(
@@ -100,12 +96,6 @@ class Shop:
             assert action in ("DIFFERENTIAL", "NO_DATA"), f"{name}: {reason}"
 
 
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[list[EmbeddedServer]]:
-    with servers(4) as made:
-        yield made
-
-
 @pytest.fixture
 def shop(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
     with (
@@ -153,73 +143,6 @@ def test_truncate_starts_over(shop: Shop) -> None:
     shop.conn.execute("TRUNCATE loc")
     assert [action for action, _ in shop.refresh().values()] == ["NO_DATA", "REINITIALIZE", "REINITIALIZE"]
     shop.goes_on()
-
-
-@pytest.mark.parametrize("seconds", [12.0, pytest.param(60.0, marks=pytest.mark.long)])
-def test_no_refresh_shows_half_a_transaction(nodes: list[EmbeddedServer], seconds: float) -> None:
-    accounts = 200
-    queries = {
-        "total": "SELECT count(*) AS n, sum(bal) AS bal FROM acct",
-        "rows": "SELECT id, bal FROM acct",
-        "groups": "SELECT grp, sum(bal) AS bal, max(bal) AS most FROM acct GROUP BY grp",
-    }
-    with (
-        cluster(nodes) as made,
-        psycopg.connect(made.dsn(), autocommit=True) as conn,
-        pgtrickle.connect(made.dsn()) as db,
-    ):
-        conn.execute("CREATE TABLE acct (id int PRIMARY KEY, grp int, bal bigint)")
-        conn.execute("SELECT create_distributed_table('acct', 'id')")
-        conn.execute("INSERT INTO acct SELECT i, i %% 10, 1000 FROM generate_series(1, %s) AS i", (accounts,))
-        db.install()
-        for name, query in queries.items():
-            db.create_stream_table(name, query)
-        over = threading.Event()
-        written = [0] * 6
-        writers = [
-            threading.Thread(target=transfer, args=(made, number, accounts, over, written)) for number in range(6)
-        ]
-        for writer in writers:
-            writer.start()
-        refreshes = 0
-        deadline = time.monotonic() + seconds
-        try:
-            while time.monotonic() < deadline:
-                try:
-                    db.refresh(list(queries))
-                except SourceLockedError:
-                    continue  # a transaction was being committed all the time
-                refreshes += 1
-                sums = conn.execute(
-                    "SELECT (SELECT bal FROM total), (SELECT sum(bal) FROM rows), (SELECT sum(bal) FROM groups)"
-                ).fetchone()
-                assert sums is not None
-                assert {int(one) for one in sums} == {accounts * 1000}, f"refresh {refreshes} shows half a transaction"
-        finally:
-            over.set()
-            for writer in writers:
-                writer.join()
-        print(f"{refreshes} refreshes, {sum(written)} transactions: {written}")
-        assert refreshes > 1
-        assert all(written)
-        db.refresh(list(queries))
-        for name, query in queries.items():
-            assert_equal_to_query(conn, name, query)
-
-
-def transfer(made: Cluster, number: int, accounts: int, over: threading.Event, written: list[int]) -> None:
-    """Between two accounts, mostly of two shards; the last two writers connect to workers."""
-    chance = random.Random(number)
-    with psycopg.connect(made.dsn(max(0, number - 3)), autocommit=True) as conn:
-        while not over.is_set():
-            one, other = sorted(chance.sample(range(1, accounts + 1), 2))
-            amount = chance.randrange(50)
-            with conn.transaction(force_rollback=chance.random() < 0.1):
-                conn.execute("UPDATE acct SET bal = bal - %s WHERE id = %s", (amount, one))
-                if chance.random() < 0.1:
-                    over.wait(chance.random() / 3)  # stays open for a while
-                conn.execute("UPDATE acct SET bal = bal + %s WHERE id = %s", (amount, other))
-            written[number] += 1
 
 
 def test_shards_move_and_nodes_come_and_go(shop: Shop) -> None:
