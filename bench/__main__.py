@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench import broker, fusion, isolation, many, patterns, quotas, refresh, steady, tenants, tick, write_cost
+from bench import broker, citus, fusion, isolation, many, patterns, quotas, refresh, steady, tenants, tick, write_cost
 from bench.dataset import QUERIES
 from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -159,6 +159,24 @@ def tenants_command(databases: int, connections: int, seconds: float, out: Path)
 def patterns_command(databases: int, out: Path) -> None:
     """What one more database costs in connections and memory, by way of looking after it."""
     _measure(patterns, lambda bench, say: patterns.run(bench, databases, say), out / "patterns.png", patterns.SETTINGS)
+
+
+@main.command("citus")
+@click.option("--rows", default=5_000_000, show_default=True, help="Of the table that is read.")
+@click.option("--repeat", default=3, show_default=True)
+@click.option("--single", default=200, show_default=True, help="Single-row statements per block, five blocks a repeat.")
+@_out
+def citus_command(rows: int, repeat: int, single: int, out: Path) -> None:
+    """A Citus cluster, where one is installed: reading shards, ways to apply, write cost."""
+    console = _console()
+    with _progress(console) as say:
+        measured = citus.run(rows, repeat, single, say)
+    stop_spark()
+    citus.show(console, measured)
+    print_verdicts(console, citus.verdicts(measured))
+    out.mkdir(parents=True, exist_ok=True)
+    citus.plot(measured, out / "citus.png")
+    console.print(f"wrote {out / 'citus.png'}")
 
 
 @main.command("isolation")

@@ -109,9 +109,13 @@ def _write(bench: Bench, statement: str, name: str, rows: int) -> None:
 
 def _csv(rows: int) -> bytes:
     text = io.StringIO()
+    insert_csv(text, rows)
+    return text.getvalue().encode()
+
+
+def insert_csv(text: io.StringIO, rows: int) -> None:
     for i in range(1, rows + 1):
         text.write(f"{i},region {i % 5},category {i % 4},{i * 7919 % 10000},{i % 100}\n")
-    return text.getvalue().encode()
 
 
 def _copy(bench: Bench, name: str, data: bytes) -> None:

@@ -173,7 +173,7 @@ class Database:
         """
         require_installed(self.conn)
         with self._tidy_where_refused(), _clear_errors(name):
-            databases = self._import_named(query)
+            databases = self._import_named(query, refresh_mode)
         with self._tidy_where_refused(), _clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
             if databases:
@@ -385,14 +385,15 @@ class Database:
         require_installed(self.conn)
         return registered_sets(self.conn)
 
-    def _import_named(self, query: str) -> list[str]:
+    def _import_named(self, query: str, refresh_mode: str = "AUTO") -> list[str]:
         """Make the tables of other databases known that a query names; gives those databases."""
         rows = self.conn.execute(
             "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._foreign_names(%s)", (query,)
         ).fetchall()
         for database, table in rows:
             self.import_table(database, table)
-        found = {database for database, _ in rows} | self._resolve_foreign(query) | self._spread(query)
+        found = {database for database, _ in rows} | self._resolve_foreign(query)
+        found |= self._spread(query, refresh_mode)
         if found:
             with self._candidate(query) as view:
                 described = describe_functions(self.engine.elsewhere, view)
@@ -410,12 +411,12 @@ class Database:
             ).fetchall()
         return {name for (relation,) in rows if (name := self.engine.elsewhere.servers.resolve(relation)) is not None}
 
-    def _spread(self, query: str) -> set[str]:
+    def _spread(self, query: str, refresh_mode: str) -> set[str]:
         """Have the distributed tables that a query reads captured on all nodes of the cluster; gives these."""
         if self.conn.execute("SELECT pgtrickle._has_citus()").fetchone() != (True,):
             return set()
         with self._candidate(query) as view:
-            tables = self.engine.cluster.distributed(view)
+            tables = self.engine.cluster.distributed(view, refresh_mode)
         return set(self.engine.cluster.spread(tables))
 
     def resolve_foreign_table(self, table: str, database: str | None = None) -> str | None:
@@ -572,7 +573,8 @@ def _require_placeable(name: str, compiled: Compiled) -> None:
             return
     raise NotDifferentiableError(
         f"{name} reads other databases, and no database can compute it alone: {reason}{f': {part}' if part else ''}",
-        "Change that part of the query, or compute it in one of them: a stream table there can be read here.",
+        "Change that part of the query, or compute it in one of them: a stream table there can be read here."
+        " In a Citus cluster, refresh_mode FULL has the coordinator compute it, at no moment common to all nodes.",
     )
 
 

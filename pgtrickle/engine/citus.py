@@ -99,12 +99,13 @@ class Cluster:
     def home(self) -> psycopg.Connection[Any]:
         return self.elsewhere.home
 
-    def distributed(self, view: int) -> list[int]:
-        """The distributed tables that a view reads."""
+    def distributed(self, view: int, refresh_mode: str) -> list[int]:
+        """The distributed tables that a view reads, and that are to be read from their nodes."""
         rows = self.home.execute(
             "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass)"
-            " WHERE pgtrickle._citus_placement(relation) = 'distributed'",
-            (view,),
+            " WHERE pgtrickle._citus_placement(relation) = 'distributed'"
+            " AND NOT pgtrickle._is_read_through_coordinator(%s::oid::regclass, %s)",
+            (view, view, refresh_mode),
         ).fetchall()
         return [row[0] for row in rows]
 

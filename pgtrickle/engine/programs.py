@@ -98,6 +98,7 @@ class Programs:
             relations = analysis.relations(view)
             own = next(relation for relation in relations.values() if relation.oid == view)
             try:
+                self._check_route(view)
                 self._check_functions(view, own)
                 for relation in relations.values():
                     if relation.definition is not None:
@@ -121,6 +122,13 @@ class Programs:
             except SqlglotError as error:
                 return Compiled(shape, own, None, f"the query's syntax is not understood: {str(error).splitlines()[0]}")
         return Compiled(shape, own, program, None)
+
+    def _check_route(self, view: int) -> None:
+        row = self.conn.execute(
+            "SELECT FROM pgtrickle.pgt_stream_tables WHERE view_relid = %s::oid AND through_coordinator", (view,)
+        ).fetchone()
+        if row is not None:
+            raise Unsupported("the coordinator computes it, not at a moment that is common to all nodes")
 
     def _check_functions(self, view: int, own: Relation) -> None:
         """Functions that are not a matter of their arguments alone make a differential result wrong."""

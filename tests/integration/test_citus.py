@@ -462,3 +462,27 @@ def test_sql_creates_stream_tables_over_distributed_tables(shop: Shop) -> None:
     views = "SELECT count(*) FROM pg_views WHERE schemaname = 'pgtrickle_views'"
     with psycopg.connect(shop.cluster.superuser_dsn(1)) as worker:
         assert worker.execute(views).fetchone() == (0,)
+
+
+def test_the_coordinator_computes_what_has_no_plan(shop: Shop) -> None:
+    query = "SELECT id, v, rank() OVER (PARTITION BY id % 3 ORDER BY v DESC) AS place FROM t WHERE v > 900"
+    with pytest.raises(NotDifferentiableError, match="window") as error:
+        shop.db.create_stream_table("places", query)
+    assert "refresh_mode FULL" in str(error.value)
+    made = shop.db.create_stream_table("places", query, refresh_mode="FULL", st_placement="local")
+    assert made.effective_mode == "FULL"
+    assert made.mode_reason is not None
+    shop.queries["places"] = query
+    shop.create("totals")
+    for _ in range(2):
+        shop.change()
+        assert shop.refresh()["places"][0] == "FULL"
+    shop.conn.execute("SELECT pgtrickle.set('citus_read', 'coordinator')")
+    shop.db.create_stream_table("whole", QUERIES["whole"])
+    shop.queries["whole"] = QUERIES["whole"]
+    shop.change()
+    action, reason = shop.refresh()["whole"]
+    assert action == "FULL"
+    assert reason is not None
+    assert "not at a moment that is common to all nodes" in reason
+    shop.conn.execute("SELECT pgtrickle.set('citus_read', 'direct')")

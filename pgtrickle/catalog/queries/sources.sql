@@ -18,7 +18,7 @@ SELECT d.pgt_id,
        t.source_stable_name AS stable_name,
        c.oid IS NOT NULL AS present
 FROM pgtrickle.pgt_dependencies d
-LEFT JOIN signed t ON t.source_relid = d.source_relid
+LEFT JOIN signed t ON t.source_relid = d.source_relid AND d.source_type <> 'DISTRIBUTED'
 LEFT JOIN pg_class b ON b.oid = t.buffer_relid
 LEFT JOIN pg_class c ON c.oid = d.source_relid
 LEFT JOIN pgtrickle.pgt_foreign_tables f ON f.relid = d.source_relid

@@ -36,6 +36,7 @@ AS $$
         ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
         ('enable_refresh_broker', 'off', 'boolean', 'on or off'),
         ('foreign_table_polling', 'off', 'boolean', 'on or off'),
+        ('citus_read', 'direct', '^(direct|coordinator)$', 'direct or coordinator'),
         ('connection_pooler_mode', 'off', '^(off|session|transaction)$', 'off, session or transaction')
 $$;
 

@@ -10,33 +10,33 @@
 -- Truncates one of the two tables if no transaction has rows in it that a frontier does not know: neither one from
 -- `bound` on nor one of `running`. Writers are in the other table, but cuts that begin now queue behind the lock: 20 ms
 -- per megabyte to be gained, at most a second, so that many readers do not put it off for ever.
-CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(part regclass, bound bigint, running bigint[]) RETURNS bigint
+-- `kept_upto` is the last transaction that keeps it, where one does.
+CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(part regclass, bound bigint, running bigint[], OUT freed bigint, OUT kept_upto bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
 AS $$
 DECLARE
     size bigint;
-    needed boolean;
-    look text := format('SELECT EXISTS (SELECT FROM ONLY %s WHERE __pgt_xid >= $1 OR __pgt_xid = ANY ($2))', part);
+    look text := format('SELECT max(__pgt_xid) FROM ONLY %s WHERE __pgt_xid >= $1 OR __pgt_xid = ANY ($2)', part);
 BEGIN
+    freed := 0;
     size := pg_relation_size(part);
     IF size = 0 THEN
-        RETURN 0;
+        RETURN;
     END IF;
-    EXECUTE look INTO needed USING bound, running;
-    IF NOT needed THEN
+    EXECUTE look INTO kept_upto USING bound, running;
+    IF kept_upto IS NULL THEN
         -- The lock means that no open transaction has rows there. Rows that came since the first look are committed,
         -- and a new statement sees them.
         PERFORM set_config('lock_timeout', least(1000, 20 + 20 * (size / 1048576)) || 'ms', true);
         EXECUTE format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', part);
-        EXECUTE look INTO needed USING bound, running;
+        EXECUTE look INTO kept_upto USING bound, running;
     END IF;
-    IF needed THEN
-        RETURN 0;
+    IF kept_upto IS NULL THEN
+        EXECUTE format('TRUNCATE ONLY %s', part);
+        freed := size;
     END IF;
-    EXECUTE format('TRUNCATE ONLY %s', part);
-    RETURN size;
 EXCEPTION WHEN lock_not_available THEN
-    RETURN 0; -- a transaction that wrote or reads there is still open
+    freed := 0; -- a transaction that wrote or reads there is still open
 END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._empty_buffer(regclass, bigint, bigint[]) FROM PUBLIC;
@@ -54,7 +54,9 @@ DECLARE
                               to_regclass('pgtrickle_changes.spare_' || stable_name)];
     written int;
     known record;
-    freed bigint;
+    emptied record;
+    freed bigint := 0;
+    kept bigint := (SELECT t.kept_upto FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name);
 BEGIN
     PERFORM pgtrickle._require_administrator('purge change buffers'); -- who stays in the transaction holds up refreshes
     -- An old snapshot would not see what came since.
@@ -99,10 +101,16 @@ BEGIN
     WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
 
     written := 2 - coalesce(pg_sequence_last_value(turn), 1) % 2;
-    freed := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running);
-    IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
-        PERFORM setval(turn, 3 - written); -- at once and for everybody, whatever becomes of this transaction
-        freed := freed + pgtrickle._empty_buffer(parts[written], known.bound, known.running);
+    IF kept IS NULL OR kept < known.bound AND kept <> ALL (known.running) THEN
+        emptied := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running);
+        freed := emptied.freed;
+        IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
+            PERFORM setval(turn, 3 - written); -- at once and for everybody, whatever becomes of this transaction
+            emptied := pgtrickle._empty_buffer(parts[written], known.bound, known.running);
+            freed := freed + emptied.freed;
+        END IF;
+        UPDATE pgtrickle.pgt_change_tracking AS t SET kept_upto = emptied.kept_upto
+        WHERE t.source_stable_name = stable_name AND t.kept_upto IS DISTINCT FROM emptied.kept_upto;
     END IF;
     RETURN freed;
 EXCEPTION WHEN lock_not_available THEN

@@ -71,7 +71,8 @@ BEGIN
         RETURN;
     END IF;
     FOR stream_table IN
-        SELECT s.pgt_id, to_regclass('pgtrickle_views.q_' || s.pgt_id) AS view, s.view_relid FROM pgtrickle.pgt_stream_tables AS s
+        SELECT s.pgt_id, to_regclass('pgtrickle_views.q_' || s.pgt_id) AS view, s.view_relid, s.through_coordinator
+        FROM pgtrickle.pgt_stream_tables AS s
         WHERE s.pgt_id = ANY (ids)
     LOOP
         CONTINUE WHEN stream_table.view IS NULL;
@@ -80,7 +81,7 @@ BEGIN
                LEFT JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
                WHERE d.pgt_id = stream_table.pgt_id
                  AND (d.source_placement IS DISTINCT FROM pgtrickle._citus_placement(coalesce(d.through, d.source_relid))
-                      OR d.source_placement = 'distributed' AND d.through IS NULL
+                      OR d.source_placement = 'distributed' AND d.through IS NULL AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
                       OR pgtrickle._unread_node(d.through) IS NOT NULL));
@@ -93,7 +94,11 @@ BEGIN
         WHERE s.pgt_id = stream_table.pgt_id;
         PERFORM pgtrickle._register_sources(stream_table.pgt_id);
         id := stream_table.pgt_id;
-        FOR relation IN SELECT s.relation FROM pgtrickle._sources(stream_table.view) AS s WHERE pgtrickle._is_citus_source(s.relation) LOOP
+        FOR relation IN
+            SELECT s.relation FROM pgtrickle._sources(stream_table.view) AS s
+            WHERE pgtrickle._is_citus_source(s.relation)
+              AND NOT (stream_table.through_coordinator AND pgtrickle._citus_placement(s.relation) = 'distributed')
+        LOOP
             RETURN NEXT;
         END LOOP;
     END LOOP;

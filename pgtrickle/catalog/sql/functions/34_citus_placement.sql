@@ -92,3 +92,22 @@ BEGIN
     PERFORM pgtrickle._note_placement(id, placement, distribution_column);
 END
 $$;
+
+-- Whether distributed tables are read by queries of the coordinator: in full, and not at a moment that is common to all nodes. Only where that
+-- was asked for.
+CREATE OR REPLACE FUNCTION pgtrickle._is_read_through_coordinator(view regclass, refresh_mode text) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT (upper(refresh_mode) = 'FULL' OR pgtrickle._setting('citus_read') = 'coordinator')
+       AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._citus_placement(s.relation) = 'distributed')
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._note_coordinator(id bigint) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'place');
+    UPDATE pgtrickle.pgt_stream_tables SET through_coordinator = true WHERE pgt_id = id;
+    PERFORM pgtrickle._register_sources(id);
+END
+$$;

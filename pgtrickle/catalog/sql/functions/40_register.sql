@@ -109,7 +109,7 @@ BEGIN
         JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
         JOIN pg_class AS c ON c.oid = s.pgt_relid
         JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
-        WHERE d.pgt_id = id
+        WHERE d.pgt_id = id AND d.source_type <> 'DISTRIBUTED'
     LOOP
         EXECUTE format('GRANT SELECT (%s) ON %s TO %s', source.columns, source.buffer_relid, source.owner);
     END LOOP;
@@ -117,20 +117,22 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._grant_buffers(bigint) FROM PUBLIC;
 
--- The tables that a query reads: of one in many databases those of the members.
-CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
+-- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator reads as they are.
+CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT r.relation, coalesce(array_agg(DISTINCT c ORDER BY c) FILTER (WHERE c IS NOT NULL), '{}'), max(r.through::oid)::regclass
     FROM (SELECT s.relation, s.columns, NULL::regclass AS through
           FROM pgtrickle._sources(view) AS s
-          WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = s.relation)
+          WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t
+                            WHERE t.relid = s.relation AND NOT (through_coordinator AND t.database_set = '@cluster'))
           UNION ALL
           SELECT m.member_relid,
                  ARRAY(SELECT a.attnum FROM pg_attribute AS a JOIN pg_attribute AS u ON u.attname = a.attname
                        WHERE a.attrelid = m.member_relid AND NOT a.attisdropped AND u.attrelid = s.relation AND u.attnum = ANY (s.columns)),
                  m.relid
-          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_shards AS m ON m.relid = s.relation) AS r
+          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_shards AS m ON m.relid = s.relation
+          JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid AND NOT (through_coordinator AND t.database_set = '@cluster')) AS r
     LEFT JOIN LATERAL unnest(r.columns) AS c ON true
     GROUP BY r.relation
 $$;
@@ -140,6 +142,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     own regclass := (SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id);
+    whole boolean := (SELECT through_coordinator FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id);
     reader regclass := own;
     readers jsonb;
     signatures jsonb;
@@ -151,7 +154,8 @@ BEGIN
         (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through,
          source_placement)
     SELECT id, source.relation, n.nspname, c.relname,
-           CASE WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
+           CASE WHEN whole AND pgtrickle._citus_placement(source.relation) = 'distributed' THEN 'DISTRIBUTED'
+                WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
                 WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
                 WHEN NOT pgtrickle._can_capture(source.relation) THEN CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END
                 WHEN c.relkind = 'p' THEN 'PARTITIONED' ELSE 'TABLE' END,
@@ -161,7 +165,7 @@ BEGIN
                     pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
            signatures ->> source.relation::oid::text, source.through,
            pgtrickle._citus_placement(coalesce(source.through, source.relation))
-    FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id)) AS source
+    FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole) AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation;

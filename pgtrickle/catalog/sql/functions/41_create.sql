@@ -119,7 +119,7 @@ AS $$
 $$;
 
 -- In the order of their OIDs, so that two who create at the same time do not wait for each other in a circle.
-CREATE OR REPLACE FUNCTION pgtrickle._attach_sources(view regclass) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._attach_sources(view regclass, through_coordinator boolean) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -127,7 +127,9 @@ DECLARE
 BEGIN
     FOR source IN
         SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
-        WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_spread(s.relation)) ORDER BY s.relation::oid
+        WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_spread(s.relation))
+          AND NOT (through_coordinator AND pgtrickle._citus_placement(s.relation) = 'distributed')
+        ORDER BY s.relation::oid
     LOOP
         PERFORM pgtrickle._attach(source.relation, source.columns);
     END LOOP;
@@ -219,6 +221,7 @@ DECLARE
     view regclass;
     storage regclass;
     former text := pgtrickle._keep_ddl_here();
+    whole boolean;
 BEGIN
     schedule := coalesce(schedule, 'calculated');
     refresh_mode := upper(refresh_mode);
@@ -240,9 +243,13 @@ BEGIN
     st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
     storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
     PERFORM pgtrickle._create_owner_functions(id);
-    PERFORM pgtrickle._attach_sources(view);
+    whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
+    PERFORM pgtrickle._attach_sources(view, whole);
     PERFORM pgtrickle._register(id, storage, view, query, schedule, refresh_mode, coalesce(pooler_compatibility_mode, false),
                                 placement, key_columns, pgtrickle._session_settings(query_path));
+    IF whole THEN
+        PERFORM pgtrickle._note_coordinator(id);
+    END IF;
     PERFORM pgtrickle._place(id, st_placement, output_distribution_column);
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN

@@ -65,7 +65,7 @@ BEGIN
     -- A new view where the old one was dropped with something it read.
     view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
     EXECUTE format('GRANT SELECT ON %s TO %I', view, pgtrickle._service_role());
-    PERFORM pgtrickle._attach_sources(view);
+    PERFORM pgtrickle._attach_sources(view, stream_table.through_coordinator);
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
 $$;

@@ -20,3 +20,13 @@ DROP FUNCTION IF EXISTS pgtrickle._create(text, text, text, text, boolean, boole
 DROP FUNCTION IF EXISTS pgtrickle._create_storage(text, regclass, text[]);
 
 CREATE INDEX ON pgtrickle.pgt_dependencies (through) WHERE through IS NOT NULL;
+
+-- Those that the coordinator computes in full.
+ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN through_coordinator boolean NOT NULL DEFAULT false;
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.through_coordinator IS
+    'Its distributed tables are read by queries of the coordinator, in full: not at a moment that is common to all nodes.';
+ALTER TABLE pgtrickle.pgt_dependencies DROP CONSTRAINT pgt_dependencies_source_type_check;
+ALTER TABLE pgtrickle.pgt_dependencies ADD CONSTRAINT pgt_dependencies_source_type_check
+    CHECK (source_type IN ('TABLE', 'PARTITIONED', 'STREAM_TABLE', 'FOREIGN_TABLE', 'MATVIEW', 'OTHER_DATABASE', 'DISTRIBUTED'));
+DROP FUNCTION IF EXISTS pgtrickle._behind(regclass);
+DROP FUNCTION IF EXISTS pgtrickle._attach_sources(regclass);
