@@ -35,7 +35,7 @@ SINGLE_BOUND = 0.9
 SINGLE_UPDATE = "single-row UPDATE"
 _TABLE = "CREATE TABLE {} (id int PRIMARY KEY, region text, category text, amount int, score int)"
 _ROWS = (
-    "INSERT INTO {} SELECT i, 'region ' || i % 5, 'category ' || i % 4, i * 7919 % 10000, i % 100"
+    "INSERT INTO {} SELECT i, 'region ' || i % 5, 'category ' || i % 4, i::bigint * 7919 % 10000, i % 100"
     " FROM generate_series({}, {}) AS i"
 )
 _ROW = "md5(i::text)::uuid"

@@ -20,7 +20,13 @@ from bench.tables import table
 from bench.targets import Verdict
 
 STREAM_TABLES = 5
-SETTINGS = {"wal_level": "logical", "max_replication_slots": "40", "max_wal_senders": "40"}
+SETTINGS = {
+    "wal_level": "logical",
+    "max_replication_slots": "40",
+    "max_wal_senders": "40",
+    "max_worker_processes": "60",
+    "max_logical_replication_workers": "40",
+}
 _QUERY = "SELECT grp, count(*) AS n, sum(val) AS total FROM {} WHERE val >= {} GROUP BY grp"
 _TABLE = "CREATE TABLE {} (id bigserial PRIMARY KEY, grp int, val int)"
 _ROWS = "INSERT INTO {} (grp, val) SELECT i % 10, i % 100 FROM generate_series(1, 1000) AS i"
