@@ -17,13 +17,13 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
-from pgtrickle.engine.connection import another
 from pgtrickle.engine.reach import Connections, dsn_from, told
 from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.elsewhere import Elsewhere
 
+COORDINATOR = "@coordinator"
 LOCK_TIMEOUT = "300ms"
 ATTEMPTS = 10
 
@@ -43,8 +43,8 @@ class Barrier:
     def raised(self, home: psycopg.Connection[Any], nodes: Mapping[str, str]) -> Iterator[None]:
         """Over the coordinator and these nodes, by their DSNs, until it is lifted, at the end of the block at the latest."""
         with ExitStack() as stack:
-            conns = {home.info.dbname: stack.enter_context(another(home))}
-            conns |= {name: stack.enter_context(self.connections.open(name, dsn)) for name, dsn in nodes.items()}
+            everywhere = {COORDINATOR: dsn_from(home, COORDINATOR, "")} | dict(nodes)
+            conns = {name: stack.enter_context(self.connections.open(name, dsn)) for name, dsn in everywhere.items()}
             self._raise(conns)
             try:
                 yield
