@@ -32,15 +32,23 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.failures import Policy, is_transient, pause_after
 from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
+from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import DatabaseFailedError, FuseBlownError, PgtrickleError, RefreshConflictError
+from pgtrickle.errors import (
+    DatabaseFailedError,
+    FuseBlownError,
+    PgtrickleError,
+    RefreshConflictError,
+    SourceLockedError,
+)
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import OnStep
 
 STATEMENT_TIMEOUT = "30min"
+RECOVERY_LOOKS = 10  # a tenth of a second apart
 LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
 
 
@@ -66,6 +74,8 @@ def apply_delta(
     # Not so where other nodes commit too: what they have must not be lost here.
     settings |= {"synchronous_commit": "on" if _is_placed(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
+    if row.st_placement != "local" and not any(map(is_node, row.databases)):
+        require_recovered(conn, row)  # else the cut has seen to it
     with _nodes_told(conn, row), conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
@@ -176,6 +186,27 @@ def _nodes_told(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator[
             f"{row.label} could not be changed on all nodes: {error.diag.message_primary}",
             "Nothing was changed. A service tries again by itself; pgtrickle.citus_status tells of nodes.",
         ) from error
+
+
+def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> None:
+    """Of an earlier apply a crash may have left a half that is prepared and not committed: its rows come when it is."""
+    left: set[str] | None = None
+    for _ in range(RECOVERY_LOOKS):
+        rows = conn.execute(
+            b"SELECT r.success, r.result FROM run_command_on_workers($$SELECT coalesce(string_agg(gid, ' '), '')"
+            b" FROM pg_prepared_xacts WHERE database = current_database() AND gid LIKE 'citus\\_%'$$) AS r"
+        ).fetchall()
+        if not all(success for success, _ in rows):
+            break
+        found = {gid for _, gids in rows for gid in gids.split()}
+        left = found if left is None else left & found
+        if not left:
+            return
+        time.sleep(0.1)  # what others commit at this moment is over soon
+    raise SourceLockedError(
+        f"a node cannot be reached, or transactions that a crash left are not recovered: {row.label} waits for them",
+        "A service tries again by itself; Citus recovers them every citus.recover_2pc_interval.",
+    )
 
 
 def place(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:

@@ -51,6 +51,10 @@ class Barrier:
             finally:
                 self.lift()
 
+    @property
+    def is_up(self) -> bool:
+        return bool(self._held)
+
     def lift(self) -> None:
         held, self._held = self._held, []
         for conn in held:
@@ -129,7 +133,8 @@ class Cluster:
             self._fit(table)
             for name in nodes.values():
                 self.elsewhere.import_table(name, label)
-            self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass, %s)", (table, list(nodes)))
+            self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass)", (table,))
+        self.home.execute("SELECT pgtrickle._forget_nodes()")
         return list(nodes.values())
 
     def follow(self, ids: Sequence[int]) -> dict[int, list[int]]:
@@ -164,6 +169,8 @@ class Cluster:
         """Have nodes that came since capture what they will get, and forget those that left; whether there were any."""
         rows = self.home.execute("SELECT relid::oid::bigint FROM pgtrickle._unsettled_tables() AS relid").fetchall()
         self.spread([relid for (relid,) in rows])
+        if not rows:
+            self.home.execute("SELECT pgtrickle._note_placements()")
         return bool(rows)
 
     def tidy(self) -> None:
@@ -176,16 +183,28 @@ class Cluster:
     def install(self) -> None:
         """A catalog of its own for every node: capture is theirs."""
         row = self.home.execute("SELECT pgtrickle._has_citus() AND pgtrickle._citus_group() = 0").fetchone()
-        if row == (True,):
-            self._settle()
+        if row != (True,):
+            return
+        self._settle()
+        tables = "SELECT relid::oid::bigint FROM pgtrickle.pgt_sharded_tables WHERE database_set = '@cluster'"
+        for (table,) in self.home.execute(tables).fetchall():
+            self._fit(table)
 
     def uninstall(self) -> None:
-        for name, dsn in self.home.execute(
-            "SELECT name, dsn FROM pgtrickle.pgt_databases WHERE citus_group IS NOT NULL"
-        ).fetchall():
-            with self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)) as conn, told(name):
-                if installed_version(conn) is not None:
-                    uninstall(conn)
+        """Of all nodes that the cluster has, or of none."""
+        rows = self.home.execute(
+            "SELECT pgtrickle._node_name(k.groupid), k.dsn FROM pgtrickle._known_nodes() k"
+            " JOIN pgtrickle._citus_nodes() n ON n.groupid = k.groupid"
+        ).fetchall()
+        with ExitStack() as stack:
+            conns = {
+                name: stack.enter_context(self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)))
+                for name, dsn in rows
+            }
+            for name, conn in conns.items():
+                with told(name):
+                    if installed_version(conn) is not None:
+                        uninstall(conn)
 
     def _settle(self) -> dict[int, str]:
         """Make the nodes known here, with a catalog of their own; gives their names by their groups."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 LOCK_TIMEOUT = "5s"
 # Where many wait for the locks of all, nobody waits long for one.
 SHARED_LOCK_TIMEOUT = "250ms"
+HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole cluster wait
 STATEMENT_TIMEOUT = "10min"
 
 
@@ -50,7 +51,9 @@ def export(conn: psycopg.Connection[Any]) -> str:
 
 
 @contextmanager
-def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: bool = False) -> Iterator[Cut]:
+def take_cut(
+    conn: psycopg.Connection[Any], views: Sequence[str], *, writes: bool = False, hurried: bool = False
+) -> Iterator[Cut]:
     """Lock what the views of pgtrickle_views read, take the snapshot, and hold both until the block ends.
 
     A lock on a view locks the tables behind it, with the rights of the view's owner.
@@ -59,7 +62,7 @@ def take_cut(conn: psycopg.Connection[Any], views: Sequence[str], *, writes: boo
         # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
         mode = "READ WRITE" if writes else "READ ONLY"
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
-        timeout = LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
+        timeout = HURRIED_LOCK_TIMEOUT if hurried else LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
         conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
         conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
         # While Spark computes for a group, or executors read, there is nothing to say to the server.

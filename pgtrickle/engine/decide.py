@@ -68,7 +68,12 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             source.relid
             for source in sources
             if source.captured
-            and (not source.attached or source.signature != source.known_signature or "SCHEMA" in source.markers)
+            and (
+                not source.attached
+                or source.lacking
+                or source.signature != source.known_signature
+                or "SCHEMA" in source.markers
+            )
         )
         return Decision("REINITIALIZE", again, mode, reason, stale, polled=polled)
     moved = any(source.changed for source in sources)
@@ -107,9 +112,9 @@ def _must_start_over(
             return f"shards of {source.label} came before their changes were captured there"
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
+        if source.lacking:
+            return f"{'shards of ' if is_node(source.database) else ''}{source.label} lack capture triggers"
         if source.captured and source.signature != source.known_signature and not source.joined:
-            if is_node(source.database):
-                return f"shards of {source.label} lack capture triggers"
             return f"capture triggers or partitions of {source.label} changed"
     return None
 

@@ -23,7 +23,7 @@ from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.citus import Barrier
 from pgtrickle.engine.foreign_servers import ForeignServers
-from pgtrickle.engine.functions import compare_functions, noted_functions, replaced_functions
+from pgtrickle.engine.functions import compare_functions, replaced_functions
 from pgtrickle.engine.offers import Brokers, Interest
 from pgtrickle.engine.other_cut import (
     ForeignSource,
@@ -114,11 +114,12 @@ class Elsewhere:
                 self._lose(looked[database], database, works)
             nodes = {name: dsns[name] for name in sorted(wanted) if is_node(name)}
             if nodes:
-                stack.enter_context(self.barrier.raised(self.home, nodes))
+                nodes = self._raise_barrier(stack, nodes, works)
+                wanted = {name: of for name, of in wanted.items() if not is_node(name) or name in nodes}
             shared: set[str] = set()
             if self.brokers is not None:  # a broker's rows were computed before we could look at functions
-                shared = wanted.keys() - _read_whole(works) - noted_functions(self, list(wanted)).keys()
-                shared -= nodes.keys()  # these are cut at one moment
+                shared = wanted.keys() - _read_whole(works) - nodes.keys()  # nodes are cut at one moment
+                shared -= {name for work in works if work.calls for name in work.row.databases}
             for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
                     self._lose(found, database, works)
@@ -138,6 +139,17 @@ class Elsewhere:
                 }
             yield cuts
 
+    def _raise_barrier(self, stack: ExitStack, nodes: dict[str, str], works: Sequence[Work]) -> dict[str, str]:
+        """The nodes, if all of them can be cut at one moment; else none, and who reads them is told why."""
+        try:
+            stack.enter_context(self.barrier.raised(self.home, nodes))
+        except (psycopg.Error, PgtrickleError) as error:
+            if self.home.broken or self.home.closed:
+                raise
+            self.note(error, [work for work in works if any(map(is_node, work.row.databases))])
+            return {}
+        return nodes
+
     def _require_all_nodes(self, works: Sequence[Work]) -> None:
         """While the barrier is up no shard changes its node: are those cut that have some?"""
         rows = self.home.execute(
@@ -147,7 +159,7 @@ class Elsewhere:
         ).fetchall()
         for pgt_id, table, node in rows:
             error = SourceLockedError(f"shards of {table} have come to {node}", "A service tries again by itself.")
-            self._note(error, [work for work in works if work.row.pgt_id == pgt_id])
+            self.note(error, [work for work in works if work.row.pgt_id == pgt_id])
 
     def _dsns(self, names: Collection[str]) -> dict[str, str]:
         if not names:
@@ -185,7 +197,7 @@ class Elsewhere:
         if isinstance(found, Exception):
             lost = isinstance(found, DatabaseFailedError | SourceLockedError)
             readers = [work for work in works if database in work.row.databases]
-            self._note(found, [work for work in readers if not (lost and _keeps(work, database))])
+            self.note(found, [work for work in readers if not (lost and _keeps(work, database))])
 
     def _enter(
         self,
@@ -251,7 +263,7 @@ class Elsewhere:
                         "Register that database, or tell which it is: pgtrickle database resolve TABLE --as NAME.",
                     )
             except (psycopg.Error, PgtrickleError) as error:
-                self._note(error, readers)
+                self.note(error, readers)
                 continue
             for work in readers:
                 work.row = replace(work.row, databases=sorted({one.database for one in self.sources([work])}))
@@ -264,7 +276,8 @@ class Elsewhere:
             new = [one for one in self.sources([work]) if one.shard and _known(work, one.database) is None]
             if not new or self.subscribe(work, {source.relid for source in new}):
                 continue
-            if isinstance(work.error, DatabaseFailedError) and work.row.lost_members == "keep":
+            may_wait = work.row.lost_members == "keep" and not any(is_node(source.database) for source in new)
+            if isinstance(work.error, DatabaseFailedError) and may_wait:
                 work.error = None
 
     def remember(self, works: Sequence[Work]) -> None:
@@ -301,9 +314,9 @@ class Elsewhere:
                 try:
                     self._look_again(source)
                 except (psycopg.Error, PgtrickleError) as error:
-                    kept = source.shard and work.row.lost_members == "keep"
+                    kept = source.shard and work.row.lost_members == "keep" and not is_node(source.database)
                     if not (kept and isinstance(error, DatabaseFailedError)):
-                        self._note(error, [work])
+                        self.note(error, [work])
 
     def _look_again(self, source: ForeignSource) -> None:
         """At the table that it was, whatever it is called now; in another database, or made anew, at the one of that name."""
@@ -343,10 +356,10 @@ class Elsewhere:
                     (source.consumer, source.label, source.there, source.columns),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self._note(error, [work])
+                self.note(error, [work])
         return work.error is None
 
-    def _note(self, error: Exception, works: Sequence[Work]) -> None:
+    def note(self, error: Exception, works: Sequence[Work]) -> None:
         """What went wrong elsewhere is the matter of those that read there, unless it went wrong here."""
         if self.home.broken or self.home.closed:
             raise error
@@ -391,7 +404,7 @@ class Elsewhere:
                     ),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self._note(error, moved)
+                self.note(error, moved)
                 continue
             if number == len(moved):
                 continue
@@ -416,7 +429,7 @@ class Elsewhere:
                     (list(signatures),),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self._note(error, [work for work in works if database in work.row.databases])
+                self.note(error, [work for work in works if database in work.row.databases])
                 continue
             altered = {relid for relid, signature in rows if signature != signatures[relid]}
             found += [
@@ -479,7 +492,7 @@ def _read_whole(works: Sequence[Work]) -> set[str]:
 
 def _keeps(work: Work, database: str) -> bool:
     """Whether a database may be left as it was last read. Not where its rows are needed."""
-    if work.row.lost_members != "keep" or work.needs_all or work.row.frontier is None:
+    if work.row.lost_members != "keep" or work.needs_all or work.row.frontier is None or is_node(database):
         return False
     return work.row.reinit_reason is None and any(one.shard and one.database == database for one in work.foreign)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from pgtrickle.engine.other_cut import OtherCut
-from pgtrickle.errors import SourceChangedError
+from pgtrickle.errors import PgtrickleError, SourceChangedError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.elsewhere import Elsewhere
@@ -41,26 +41,21 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
 
 def compare_functions(elsewhere: Elsewhere, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
     """Who calls a function that is not the same in a database of the cut as here gets an error that says so."""
-    known = noted_functions(elsewhere, list(cuts))
-    if not known:
-        return
-    home = elsewhere.home
-    every = sorted({name for names in known.values() for name in names})
-    here = {name: definition for name, definition, _, _ in home.execute(_DESCRIBE, (every,)).fetchall()}
     for work in works:
-        used = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (work.row.view_relid,)).fetchall()
-        for database in set(work.row.databases) & known.keys():
-            names = [name for (name,) in used]
-            versions = {}
-            for name, definition, version, problem in cuts[database].conn.execute(_DESCRIBE, (names,)).fetchall():
+        work.functions = {}
+        if not work.calls or work.error is not None:
+            continue
+        here = {name: one for name, one, _, _ in elsewhere.home.execute(_DESCRIBE, (list(work.calls),)).fetchall()}
+        for database in set(work.row.databases) & cuts.keys():
+            found = cuts[database].conn.execute(_DESCRIBE, (list(work.calls),)).fetchall()
+            for name, definition, _, problem in found:
                 if problem is not None or definition != here.get(name):
                     work.error = SourceChangedError(
                         f"function {name} cannot be relied on in database {database}:"
                         f" {problem or 'it is not the same as here'}",
                         "Make it the same in both; the next refresh goes on.",
                     )
-                versions[name] = version
-            work.functions[database] = versions
+            work.functions[database] = {name: version for name, _, version, _ in found}
 
 
 def replaced_functions(elsewhere: Elsewhere, works: Sequence[Work]) -> list[Work]:
@@ -68,16 +63,12 @@ def replaced_functions(elsewhere: Elsewhere, works: Sequence[Work]) -> list[Work
     found = []
     for work in works:
         for database, versions in work.functions.items():
-            rows = elsewhere.ask(database, _DESCRIBE, (list(versions),))
+            try:
+                rows = elsewhere.ask(database, _DESCRIBE, (list(versions),))
+            except (psycopg.Error, PgtrickleError) as error:
+                elsewhere.note(error, [work])
+                break
             if {name: version for name, _, version, _ in rows} != versions:
                 found.append(work)
+                break
     return found
-
-
-def noted_functions(elsewhere: Elsewhere, databases: Sequence[str]) -> dict[str, list[str]]:
-    """The functions that stream tables may call in these databases."""
-    rows = elsewhere.home.execute(
-        "SELECT database, array_agg(function) FROM pgtrickle.pgt_foreign_functions WHERE database = ANY (%s) GROUP BY 1",
-        (databases,),
-    ).fetchall()
-    return dict(rows)

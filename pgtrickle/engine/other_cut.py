@@ -13,7 +13,7 @@ from psycopg.rows import class_row
 
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.engine.connection import is_pooled
-from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.engine.cut import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Offer
 from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.shards import Shards
@@ -116,7 +116,8 @@ def take_other_cut(
     locked: Sequence[str] = (),
 ) -> OtherCut:
     """Lock what is read, of a node its shards, then take the snapshot, or another's."""
-    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
+    timeout = HURRIED_LOCK_TIMEOUT if is_node(database) else SHARED_LOCK_TIMEOUT
+    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
     conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
     conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
     names = [sql.Identifier(*name) for name in sorted({(source.schema, source.name) for source in sources})]

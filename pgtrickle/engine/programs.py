@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -36,6 +36,7 @@ class Compiled:
     program: Program | None
     reason: str | None
     fragment: str | None = None
+    functions: tuple[str, ...] = ()  # that it calls and that are not PostgreSQL's own
 
 
 @dataclass
@@ -86,7 +87,8 @@ class Programs:
         return found
 
     def compile_for(self, pgt_id: int, view: int, shape: str) -> None:
-        self.plans.put(pgt_id, self.compile(view, shape))
+        called = self.conn.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
+        self.plans.put(pgt_id, replace(self.compile(view, shape), functions=tuple(sorted(name for (name,) in called))))
 
     def compile(self, view: int, shape: str) -> Compiled:
         """Analyse the view's query. Leaves nothing behind in the database."""

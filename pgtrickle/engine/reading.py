@@ -95,7 +95,8 @@ class Reading:
         """Cuts of all databases that these stream tables read; of their own last, for it waits for nobody."""
         with self.elsewhere.cut(works) as others:
             views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
-            with take_cut(self.conn, views, writes=writes) as cut:
+            hurried = self.elsewhere.barrier.is_up  # others wait for us
+            with take_cut(self.conn, views, writes=writes, hurried=hurried) as cut:
                 self.elsewhere.barrier.lift()
                 yield replace(cut, others=others)
 
@@ -114,6 +115,8 @@ class Reading:
                     self._compile(work, self._shapes([work])[work.row.pgt_id][1])
         for work in works:
             work.phases.plan = (time.monotonic() - begin) / len(works)
+            known = self.programs.plans.compiled.get(work.row.pgt_id)
+            work.calls = known.functions if known is not None else ()
 
     def _compile(self, work: Work, shape: str) -> None:
         self._attempt(work, partial(self.programs.compile_for, work.row.pgt_id, work.row.view_relid, shape))
@@ -261,9 +264,9 @@ class Reading:
     def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
         """Changes that a broker has read are not read again."""
         for work in works if self.elsewhere.brokers is not None else ():
-            if work.fetcher is None or work.large is not None:
+            if work.fetcher is None or work.large is not None or work.calls:
                 continue
-            for database in work.cut_databases:
+            for database in [name for name in work.cut_databases if not is_node(name)]:
                 offer = cut.others[database].offer
                 names = {
                     one.relid: one.stable_name

@@ -186,7 +186,7 @@ class Engine:
             known = Frontier.from_json(work.row.frontier)
             stale = work.decision.retrack if work.decision is not None else ()
             if known is None:  # what it has not read yet is captured as it should be, unless it is not captured at all
-                missing = {source.relid for source in work.sources if not source.attached}
+                missing = {source.relid for source in work.sources if not source.attached or source.lacking}
                 stale = tuple(relid for relid in stale if relid in missing)
             elsewhere = {source.relid for source in work.foreign if source.relid in stale}
             spread = [source for source in work.foreign if source.relid in stale and is_node(source.database)]
@@ -207,8 +207,12 @@ class Engine:
         """The works, bound anew where Citus has placed their tables otherwise."""
         if not any(work.row.on_citus for work in works):
             return list(works)
-        settled = self.cluster.settle()
-        moved = self.cluster.follow([work.row.pgt_id for work in works])
+        try:
+            settled = self.cluster.settle()
+            moved = self.cluster.follow([work.row.pgt_id for work in works])
+        except (psycopg.Error, PgtrickleError) as error:
+            self._note_for_nodes(works, error)
+            return list(works)
         if not moved and not settled:
             return list(works)
         rows = {row.pgt_id: row for row in self.rows([work.row.pgt_id for work in works])}
@@ -217,12 +221,29 @@ class Engine:
             if work.row.pgt_id not in moved:
                 continue
             self.programs.plans.forget(work.row.pgt_id)
-            for table in moved[work.row.pgt_id]:
-                run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({table:d}::oid::regclass)")
-            self.cluster.finish(work.row.pgt_id)
+            try:
+                for table in moved[work.row.pgt_id]:
+                    run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({table:d}::oid::regclass)")
+                self.cluster.finish(work.row.pgt_id)
+            except (psycopg.Error, PgtrickleError) as error:
+                self._note_for_nodes([work], error)
+                continue
             foreign = {source.relid for source in self.elsewhere.sources([work])}
             self.elsewhere.subscribe(work, foreign)
         return list(works)
+
+    def _note_for_nodes(self, works: Sequence[Work], error: Exception) -> None:
+        """What is wrong with a node concerns those that read distributed tables."""
+        if self.conn.broken or self.conn.closed:
+            raise error
+        distributed = self.conn.execute(
+            "SELECT DISTINCT pgt_id FROM pgtrickle.pgt_dependencies WHERE pgt_id = ANY (%s)"
+            " AND pgtrickle._citus_placement(coalesce(through, source_relid)) = 'distributed'",
+            ([work.row.pgt_id for work in works],),
+        ).fetchall()
+        for work in works:
+            if (work.row.pgt_id,) in distributed:
+                work.error = error
 
     def _respread(self, work: Work, sources: Sequence[ForeignSource]) -> bool:
         """Fit the capture of distributed tables to them, on all nodes."""

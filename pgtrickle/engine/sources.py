@@ -41,6 +41,11 @@ class Source:
     moved_in: bool = False  # of a node that is new: what it has was read elsewhere, or not captured
 
     @property
+    def lacking(self) -> bool:
+        """Whether capture triggers are missing, so that what is read now need not be followed by its changes."""
+        return self.signature == "lacking"
+
+    @property
     def attached(self) -> bool:
         """Whether its changes are captured for this stream table now."""
         return self.buffer is not None or self.resting

@@ -45,6 +45,7 @@ class Work:
         default_factory=dict
     )  # what no broker offered, by database and source
     looks: dict[str, str] = field(default_factory=dict)  # what each was like at the cut
+    calls: tuple[str, ...] = ()  # functions that are not PostgreSQL's own
     functions: dict[str, dict[str, str]] = field(default_factory=dict)  # versions of what it calls elsewhere, by name
     incarnations: dict[str, str] = field(default_factory=dict)  # of other databases' servers, at the cut
     frontier: Frontier | None = None

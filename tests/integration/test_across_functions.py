@@ -8,8 +8,10 @@ import psycopg
 import pytest
 
 import pgtrickle
+from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import InvalidQueryError, SourceChangedError
 from tests.support.oracle import assert_equal_to_query
+from tests.support.tenants import tenants
 from tests.support.three import Three
 
 TWICE = "CREATE OR REPLACE FUNCTION twice(n int) RETURNS int {} LANGUAGE sql AS 'SELECT {} * n'"
@@ -125,3 +127,24 @@ def test_replaced_while_it_is_read_it_is_read_again(three: Three) -> None:
         create_function(three, "home", factor=7)
         db.refresh("twofold")
         assert_exact(three)
+
+
+def test_a_database_that_joins_a_set_later_must_have_the_same_function(server: EmbeddedServer) -> None:
+    query = "SELECT pgt_database, id, twice(customer) AS more FROM tenants.public.orders"
+    with tenants(server, 3) as shop, pgtrickle.connect(shop.home.dsn) as db:
+        factors = dict.fromkeys(shop.names[:2], 2) | {shop.names[2]: 3}
+        db.conn.execute(TWICE.format("IMMUTABLE", 2).encode())
+        for name, factor in factors.items():
+            shop.run(name, TWICE.format("IMMUTABLE", factor))
+        for name in shop.names[:2]:
+            db.add_database(name, shop.dsn(name))
+        db.add_database_set("tenants", pattern=f"{shop.prefix}_*")
+        db.create_stream_table("twofold", query)
+        db.add_database(shop.names[2], shop.dsn(shop.names[2]))
+        with pytest.raises(SourceChangedError, match=rf"in database {shop.names[2]}: it is not the same as here"):
+            db.refresh("twofold")
+        shop.run(shop.names[2], TWICE.format("IMMUTABLE", 2))
+        db.refresh("twofold")
+        wrong = "SELECT count(*) FROM twofold WHERE more % 2 <> 0"
+        assert db.conn.execute(wrong).fetchone() == (0,)
+        assert db.conn.execute("SELECT count(DISTINCT pgt_database) FROM twofold").fetchone() == (3,)

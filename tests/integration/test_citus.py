@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.types.json import Jsonb
 
 import pgtrickle
 from pgtrickle.cli.findings import find_problems
@@ -486,3 +487,92 @@ def test_the_coordinator_computes_what_has_no_plan(shop: Shop) -> None:
     assert reason is not None
     assert "not at a moment that is common to all nodes" in reason
     shop.conn.execute("SELECT pgtrickle.set('citus_read', 'direct')")
+
+
+def test_columns_dropped_before_a_table_was_distributed(shop: Shop) -> None:
+    shop.conn.execute("CREATE TYPE mood AS ENUM ('good', 'bad')")
+    shop.conn.execute("CREATE TABLE d (gone int, id int, a int, b int, m mood)")
+    shop.conn.execute("ALTER TABLE d DROP COLUMN gone")
+    shop.conn.execute("SELECT create_distributed_table('d', 'id')")
+    shop.conn.execute("INSERT INTO d SELECT i, i * 10, i * 100, 'good' FROM generate_series(1, 50) AS i")
+    queries = {"only_b": "SELECT b FROM d", "both": "SELECT id, a, b, m FROM d WHERE a > 50"}
+    for name, query in queries.items():
+        shop.db.create_stream_table(name, query, st_placement="local")
+        shop.queries[name] = query
+    shop.conn.execute("UPDATE d SET a = a + 1, b = b + 7, m = 'bad' WHERE id % 2 = 0")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+    shop.conn.execute("ALTER TYPE mood RENAME TO humour")  # writers in new sessions must not mind
+    with psycopg.connect(shop.cluster.dsn(), autocommit=True) as writer:
+        writer.execute("UPDATE d SET b = b + 1 WHERE id < 20")
+    shop.refresh()
+    shop.conn.execute("UPDATE d SET b = b + 1 WHERE id < 20")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
+    shop.create("totals")
+    shop.admin.execute("CREATE ROLE mallory LOGIN")
+    shop.admin.execute("CREATE SCHEMA lair AUTHORIZATION mallory")
+    (victim,) = shop.conn.execute(
+        "SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = 't'::regclass"
+    ).fetchone() or ("",)
+    evil = {"attnum": 1, "name": "a", "type": "int", "typmod": "-1", "stored": "int; DROP TABLE public.loc"}
+    try:
+        with psycopg.connect(shop.cluster.servers[0].dsn(shop.cluster.name, "mallory"), autocommit=True) as mallory:
+            mallory.execute("SET citus.enable_ddl_propagation = off")
+            mallory.execute("CREATE TABLE lair.mine (a int)")
+            said = {"name": "lair.mine", "placement": "local", "columns": [evil]}
+            track = "SELECT pgtrickle._track_shards('lair.mine', %s)"
+            for name in (victim, "x", "0123456789abcdef"):
+                with pytest.raises(psycopg.Error, match=r"cannot be captured as|may not capture"):
+                    mallory.execute(track, (Jsonb(said | {"stable_name": name}),))
+            own = mallory.execute("SELECT pgtrickle.stable_hash('lair.mine')").fetchone()
+            assert own is not None
+            mallory.execute(track, (Jsonb(said | {"stable_name": own[0]}),))
+            with pytest.raises(psycopg.Error, match="not a distributed table"):
+                mallory.execute("SELECT pgtrickle._spread('lair.mine')")
+        assert shop.conn.execute("SELECT count(*) FROM loc").fetchone() == (10,)
+        shop.goes_on()
+    finally:
+        shop.admin.execute("DROP SCHEMA lair CASCADE")
+        shop.admin.execute("DROP ROLE mallory")
+
+
+def test_a_trigger_that_lacks_before_the_first_filling_is_put_there(shop: Shop) -> None:
+    shop.db.create_stream_table("totals", QUERIES["totals"], initialize=False, st_placement="local")
+    shop.queries["totals"] = QUERIES["totals"]
+    with psycopg.connect(shop.cluster.superuser_dsn(1), autocommit=True) as worker:
+        worker.execute("SET citus.override_table_visibility = off")
+        name, shard = worker.execute(
+            "SELECT tgname, tgrelid::regclass::text FROM pg_trigger WHERE tgname LIKE 'pgtrickle\\_capture\\_truncate%'"
+            " AND tgrelid <> 't'::regclass ORDER BY 1 LIMIT 1"
+        ).fetchone() or ("", "")
+        worker.execute(f"DROP TRIGGER {name} ON {shard}".encode())
+    shop.refresh()
+    shop.conn.execute("TRUNCATE t")
+    assert shop.refresh()["totals"][0] == "REINITIALIZE"
+    assert shop.conn.execute("SELECT count(*) FROM totals").fetchone() == (0,)
+
+
+def test_shards_that_visit_a_node_nobody_prepared_start_everything_over(shop: Shop) -> None:
+    shop.create("totals", "rows", "local")
+    third = (HOST, shop.cluster.servers[3].port)
+    shop.cluster.add(3)
+    shop.admin.execute("SELECT rebalance_table_shards('t', shard_transfer_mode := 'block_writes')")
+    shop.conn.execute("UPDATE t SET v = v + 1")  # captured nowhere where a shard is on the new node
+    shop.admin.execute("SELECT citus_drain_node(%s, %s, 'block_writes')", third)
+    shop.admin.execute("SELECT citus_remove_node(%s, %s)", third)
+    done = shop.refresh()
+    assert {done[name][0] for name in ("totals", "rows")} == {"REINITIALIZE"}
+    assert done["local"][0] == "NO_DATA"
+    shop.goes_on()
+
+
+def test_what_is_wrong_with_a_node_concerns_its_readers_only(shop: Shop) -> None:
+    shop.create("totals", "local", "referenced")
+    shop.cluster.servers[2].kill()
+    shop.conn.execute("UPDATE loc SET name = 'meanwhile' WHERE grp = 3")
+    ids = [shop.db.stream_table(name).id for name in shop.queries]
+    outcome = shop.db.engine.attempt(ids, "TEST")
+    assert set(outcome.failures) == {ids[0]}
+    assert [result.action for result in outcome.results] == ["DIFFERENTIAL", "NO_DATA"]

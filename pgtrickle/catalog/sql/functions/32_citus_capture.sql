@@ -15,16 +15,48 @@ AS $$
                                  WHERE NOT EXISTS (SELECT FROM pg_class AS o WHERE o.oid = t.source_relid)),
                                 pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
         'placement', pgtrickle._citus_placement(source),
-        'columns', (SELECT jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname, 'type', format_type(a.atttypid, NULL),
-                                                        'typmod', a.atttypmod, 'stored', pgtrickle._buffer_type(source, a.attnum))
-                                     ORDER BY a.attnum)
+        'columns', (SELECT jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum)
                     FROM pg_attribute AS a
                     WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> 'v'))
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
 $$;
 
+-- The same with what this node knows of the table itself. Of what is said by others only numbers of columns are taken: those of the
+-- coordinator, for on other nodes a table has no dropped columns. Nobody may capture under the name of another table.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_definition(source regclass, said jsonb) RETURNS jsonb
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    stable_name text := said ->> 'stable_name';
+    tracked text := (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source);
+BEGIN
+    IF stable_name !~ '^[0-9a-f]{16}$' OR tracked <> stable_name
+       OR EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS c ON c.oid = t.source_relid
+                  WHERE t.source_stable_name = stable_name AND t.source_relid <> source) THEN
+        RAISE EXCEPTION '% cannot be captured as %', source, quote_literal(stable_name)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Another table is, or it is captured under another name.';
+    ELSIF tracked IS NULL AND stable_name <> (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)) FROM pg_class AS c
+                                              JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source)
+          AND NOT EXISTS (SELECT FROM pg_trigger AS g WHERE g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || stable_name) THEN
+        PERFORM pgtrickle._require_administrator('capture a table under a name that it had before');
+    END IF;
+    RETURN (
+        SELECT jsonb_build_object(
+            'name', format('%I.%I', n.nspname, c.relname), 'stable_name', stable_name, 'placement', pgtrickle._citus_placement(source),
+            'columns', (SELECT jsonb_agg(jsonb_build_object(
+                            'attnum', (s ->> 'attnum')::smallint, 'name', a.attname, 'type', format_type(a.atttypid, NULL), 'typmod', a.atttypmod,
+                            'builtin', t.typnamespace = 'pg_catalog'::regnamespace, 'stored', pgtrickle._buffer_type(source, a.attnum))
+                            ORDER BY (s ->> 'attnum')::smallint)
+                        FROM jsonb_array_elements(said -> 'columns') AS s
+                        JOIN pg_attribute AS a ON a.attrelid = source AND a.attname = s ->> 'name' AND a.attnum > 0 AND NOT a.attisdropped
+                        JOIN pg_type AS t ON t.oid = a.atttypid))
+        FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
+END
+$$;
+
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
--- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows themselves tell what they are.
+-- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows
+-- themselves tell what they are: one of NULLs, for JSON of a value may call a cast that a user made.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -71,14 +103,14 @@ BEGIN
         IF current_setting('transaction_isolation') = 'read committed' THEN
             fits := %3$s;
         ELSIF TG_OP = 'DELETE' THEN
-            fits := (SELECT %4$s FROM (SELECT * FROM __pgt_old LIMIT 1) AS r);
+            fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
             IF fits THEN
-                fits := (SELECT %5$s FROM (SELECT * FROM __pgt_old LIMIT 1) AS r);
+                fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
             END IF;
         ELSE
-            fits := (SELECT %4$s FROM (SELECT * FROM __pgt_new LIMIT 1) AS r);
+            fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
             IF fits THEN
-                fits := (SELECT %5$s FROM (SELECT * FROM __pgt_new LIMIT 1) AS r);
+                fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
             END IF;
         END IF;
         IF NOT fits THEN
@@ -112,16 +144,23 @@ $body$,
     ELSIF pgtrickle._citus_group() <> 0 THEN
         RETURN NULL; -- the coordinator has the same change$body$ ELSE '' END,
         format('(SELECT count(*) = %s FROM pg_attribute WHERE attrelid = TG_RELID AND NOT attisdropped AND (attname, atttypid, atttypmod) IN (%s))',
-               count(*), string_agg(format('(%L, %L::regtype, %s)', c ->> 'name', c ->> 'type', c ->> 'typmod'), ', ' ORDER BY (c ->> 'attnum')::int)),
+               count(*), string_agg(format('(%L, %s, %s)', c ->> 'name', pgtrickle._type_text(c), c ->> 'typmod'), ', ' ORDER BY (c ->> 'attnum')::int)),
         format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
                array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)),
-        string_agg(format('pg_typeof(r.%I) = %L::regtype', c ->> 'name', c ->> 'type'), ' AND ' ORDER BY (c ->> 'attnum')::int),
+        string_agg(format('coalesce(pg_typeof(r.%I) = %s, false)', c ->> 'name', pgtrickle._type_text(c)), ' AND ' ORDER BY (c ->> 'attnum')::int),
         pgtrickle._setting('max_buffer_rows'),
         pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), 1%s FROM __pgt_new AS r'),
         pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%1$s FROM __pgt_old AS r'
                               ' UNION ALL SELECT (SELECT pg_current_xact_id()::text::bigint), 1%1$s FROM __pgt_new AS r'),
         pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%s FROM __pgt_old AS r'))
     FROM jsonb_array_elements(definition -> 'columns') AS c
+$$;
+
+-- A column's type as the text of a capture function names it. One that a user may rename or drop must not make writers fail.
+CREATE OR REPLACE FUNCTION pgtrickle._type_text(col jsonb) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format(CASE WHEN (col ->> 'builtin')::boolean THEN '%L::regtype' ELSE 'to_regtype(%L)' END, col ->> 'type')
 $$;
 
 -- The rows of a transition table into one of the two tables of the buffer.
@@ -139,11 +178,11 @@ AS $$
 $$;
 
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
-CREATE OR REPLACE FUNCTION pgtrickle._track_shards(definition jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
-    source regclass := (definition ->> 'name')::regclass;
+    definition jsonb := pgtrickle._shard_definition(source, said);
     stable_name text := definition ->> 'stable_name';
     buffer regclass;
     col jsonb;
@@ -231,12 +270,13 @@ $$;
 
 -- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another text of the function must
 -- have ended before rows are read: what it stores is what that text says.
-CREATE OR REPLACE FUNCTION pgtrickle._fit_shards(definition jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._fit_shards(said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
+    source regclass := (said ->> 'name')::regclass;
+    definition jsonb := pgtrickle._shard_definition(source, said);
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
-    source regclass := (definition ->> 'name')::regclass;
     attached boolean;
     former text := current_setting('lock_timeout');
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
@@ -246,7 +286,7 @@ BEGIN
     IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
         PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
     END IF;
-    PERFORM pgtrickle._track_shards(definition);
+    PERFORM pgtrickle._track_shards(source, definition);
     IF attached THEN
         PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', false);
     END IF;
@@ -270,6 +310,10 @@ DECLARE
 BEGIN
     IF pgtrickle._citus_group() <> 0 THEN
         RETURN stable_name; -- on a node, which the coordinator has told what to capture
+    ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._shards_here(source)) THEN
+        RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it', source
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                  HINT = 'SELECT citus_set_coordinator_host(…) and SELECT replicate_reference_tables() give it one.';
     END IF;
     PERFORM pgtrickle._fit_shards(definition);
     former := current_setting('citus.enable_ddl_propagation');
@@ -306,19 +350,24 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
 
--- Changes when a table is placed otherwise, or what has its rows here lacks a trigger. Shards may come and go: what changed of them before is in
--- the buffer of the node that they were on, and the changes of all nodes together are those of the table.
+-- Changes when a table is placed otherwise; 'lacking' while what has its rows here lacks a trigger, or the coordinator has no copy of a reference
+-- table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
+-- together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    placement text := pgtrickle._citus_placement(source);
+    capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name));
 BEGIN
-    RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', pgtrickle._citus_placement(source),
-        (SELECT bool_and(4 = (SELECT count(*) FROM pg_trigger AS t
-                              WHERE t.tgrelid = h.relation AND t.tgenabled = 'O'
-                                AND t.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))) IS NOT FALSE
-         FROM pgtrickle._captured_here(source) AS h),
-        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p
-         WHERE p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))));
+    IF placement IN ('reference', 'citus_local') AND pgtrickle._citus_group() = 0
+            AND NOT EXISTS (SELECT FROM pgtrickle._captured_here(source))
+       OR EXISTS (SELECT FROM pgtrickle._captured_here(source) AS h
+                  WHERE 4 > (SELECT count(*) FROM pg_trigger AS t WHERE t.tgrelid = h.relation AND t.tgenabled = 'O' AND t.tgfoid = capture)) THEN
+        RETURN 'lacking';
+    END IF;
+    RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
+        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture)));
 END
 $$;
 

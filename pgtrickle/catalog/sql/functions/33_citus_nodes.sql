@@ -15,16 +15,82 @@ BEGIN
 END
 $$;
 
--- A distributed table is read from these nodes from now on.
-CREATE OR REPLACE FUNCTION pgtrickle._spread(source regclass, groups integer[]) RETURNS void
+-- A distributed table is read from all nodes from now on.
+CREATE OR REPLACE FUNCTION pgtrickle._spread(source regclass) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    known record;
+    groups bigint;
+    placed bigint;
 BEGIN
-    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name)
-    SELECT source, '@cluster', n.nspname, c.relname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
-    WHERE c.oid = source
-    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name;
-    PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(g) FROM unnest(groups) AS g));
+    IF pgtrickle._citus_placement(source) <> 'distributed' OR pgtrickle._citus_group() <> 0 THEN
+        RAISE EXCEPTION '% is not a distributed table of this coordinator', source
+            USING ERRCODE = 'wrong_object_type', HINT = 'Only rows of such a table are read from other nodes.';
+    END IF;
+    groups := pgtrickle._groups_issued();
+    placed := pgtrickle._placed_upto(source);
+    SELECT t.* INTO known FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = source;
+    IF known.prepared_group <> groups AND known.placed_upto IS DISTINCT FROM placed THEN
+        UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
+        WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
+    END IF;
+    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
+    SELECT source, '@cluster', n.nspname, c.relname, groups, placed
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
+    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name,
+                                      prepared_group = excluded.prepared_group, placed_upto = excluded.placed_upto;
+    PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
+END
+$$;
+
+-- How many groups of nodes there ever were: one that came and went between two looks may have had shards.
+CREATE OR REPLACE FUNCTION pgtrickle._groups_issued() RETURNS bigint
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN (SELECT q.last_value FROM pg_dist_groupid_seq AS q);
+END
+$$;
+
+-- The last placement of a shard of a table: another one after every move.
+CREATE OR REPLACE FUNCTION pgtrickle._placed_upto(relation regclass) RETURNS bigint
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN (SELECT max(p.placementid) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid) WHERE s.logicalrelid = relation);
+END
+$$;
+
+-- Shards that moved while all nodes captured them are no matter.
+CREATE OR REPLACE FUNCTION pgtrickle._note_placements() RETURNS void
+LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    UPDATE pgtrickle.pgt_sharded_tables AS t SET placed_upto = pgtrickle._placed_upto(t.relid)
+    WHERE t.database_set = '@cluster' AND t.prepared_group = pgtrickle._groups_issued()
+      AND t.placed_upto IS DISTINCT FROM pgtrickle._placed_upto(t.relid)
+$$;
+
+-- Nodes that the cluster has no longer, and that no table is read from, are forgotten.
+CREATE OR REPLACE FUNCTION pgtrickle._forget_nodes() RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    gone record;
+    stand_in record;
+BEGIN
+    FOR gone IN
+        SELECT d.name FROM pgtrickle.pgt_databases AS d
+        WHERE d.citus_group IS NOT NULL AND d.citus_group NOT IN (SELECT n.groupid FROM pgtrickle._citus_nodes() AS n)
+          AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m WHERE m.database = d.name)
+    LOOP
+        FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = gone.name RETURNING f.relid LOOP
+            EXECUTE format('DROP TABLE IF EXISTS %s', stand_in.relid);
+        END LOOP;
+        PERFORM pgtrickle._drop_empty_schemas(gone.name);
+        UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, gone.name) WHERE s.name = '@cluster';
+        DELETE FROM pgtrickle.pgt_databases AS d WHERE d.name = gone.name;
+    END LOOP;
 END
 $$;
 
@@ -49,14 +115,23 @@ BEGIN
 END
 $$;
 
--- Distributed tables that are not read from all nodes of the cluster, or from one that it has no longer.
+-- Distributed tables that are not read from all nodes of the cluster, at their addresses, or from one that it has no longer.
 CREATE OR REPLACE FUNCTION pgtrickle._unsettled_tables() RETURNS SETOF regclass
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
+BEGIN
+    IF NOT pgtrickle._has_citus() THEN
+        RETURN;
+    END IF;
+    RETURN QUERY
     SELECT t.relid FROM pgtrickle.pgt_sharded_tables AS t
     WHERE t.database_set = '@cluster' AND pgtrickle._citus_placement(t.relid) = 'distributed'
-      AND ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
-          <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
+      AND (t.prepared_group IS DISTINCT FROM pgtrickle._groups_issued()
+           OR ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
+              <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
+           OR EXISTS (SELECT FROM pgtrickle._citus_nodes() AS n JOIN pgtrickle.pgt_databases AS d ON d.citus_group = n.groupid
+                      WHERE d.dsn <> format('host=%s port=%s', n.host, n.port)));
+END
 $$;
 
 -- Stream tables whose sources are placed otherwise than when they were last looked at, or were made anew by Citus, which makes

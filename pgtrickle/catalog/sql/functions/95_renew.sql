@@ -6,12 +6,14 @@ LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._write_capture_function(
         t.source_stable_name,
-        CASE t.capture_kind WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_capture(t.source_relid))
+        CASE t.capture_kind WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_definition(t.source_relid, pgtrickle._shard_capture(t.source_relid)))
                             ELSE pgtrickle._capture_body(t.source_relid, t.source_stable_name, t.tracked_columns, t.capture_kind) END)
     FROM pgtrickle.pgt_change_tracking AS t
     JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
     JOIN pg_class AS c ON c.oid = t.source_relid
     WHERE p.prosrc <> pgtrickle._inert_body()
+      -- On other nodes than the coordinator columns have other numbers: it has them renewed there.
+      AND (t.capture_kind <> 'shards' OR pgtrickle._citus_group() = 0)
       AND t.tracked_columns = pgtrickle._stored_columns(t.source_relid, t.tracked_columns)
       AND NOT EXISTS (
           SELECT FROM unnest(t.tracked_columns) AS number

@@ -30,3 +30,7 @@ ALTER TABLE pgtrickle.pgt_dependencies ADD CONSTRAINT pgt_dependencies_source_ty
     CHECK (source_type IN ('TABLE', 'PARTITIONED', 'STREAM_TABLE', 'FOREIGN_TABLE', 'MATVIEW', 'OTHER_DATABASE', 'DISTRIBUTED'));
 DROP FUNCTION IF EXISTS pgtrickle._behind(regclass);
 DROP FUNCTION IF EXISTS pgtrickle._attach_sources(regclass);
+
+ALTER TABLE pgtrickle.pgt_sharded_tables ADD COLUMN prepared_group bigint, ADD COLUMN placed_upto bigint;
+COMMENT ON COLUMN pgtrickle.pgt_sharded_tables.prepared_group IS 'Of a distributed table: the last group of nodes that there was when all nodes captured it.';
+COMMENT ON COLUMN pgtrickle.pgt_sharded_tables.placed_upto IS 'The last placement of a shard that there was while all nodes captured it.';
