@@ -26,6 +26,7 @@ SETTINGS = {
     "max_wal_senders": "40",
     "max_worker_processes": "60",
     "max_logical_replication_workers": "40",
+    "max_active_replication_origins": "40",
 }
 _QUERY = "SELECT grp, count(*) AS n, sum(val) AS total FROM {} WHERE val >= {} GROUP BY grp"
 _TABLE = "CREATE TABLE {} (id bigserial PRIMARY KEY, grp int, val int)"
