@@ -140,9 +140,12 @@ class Scheduler:
 
     def _serve(self, waker: Waker) -> None:
         with self._seat.use() as conn:
+            attached = read_settings(
+                conn
+            ).attached  # at once: what changes later must be noticed, for this session has it
             lease = Lease(conn, self.service_id, "service", self.lease_seconds)
             lease.ensure()
-            attached = self._begin(conn)
+            self._begin(conn)
         listening = 0  # the connection that does
         try:
             while not self._stop.is_set():
@@ -182,16 +185,14 @@ class Scheduler:
         """Between two signs of life; where each takes a new connection, as few as the lease allows."""
         return self.lease_seconds / 3 if self._seat.rests else min(BEAT_SECONDS, self.lease_seconds / 3)
 
-    def _begin(self, conn: psycopg.Connection[Any]) -> Mapping[str, str]:
-        """Leave nothing of the scheduler before this one; gives the settings that are attached."""
-        # What the scheduler before this one had waiting was dropped with it.
+    def _begin(self, conn: psycopg.Connection[Any]) -> None:
+        """Leave nothing of the scheduler before this one: what it had waiting was dropped with it."""
         conn.execute(
             "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
             (self.service_id,),
         )
         conn.execute("SELECT pgtrickle._settle_schedules()")
-        return read_settings(conn).attached
 
     def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
         """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
