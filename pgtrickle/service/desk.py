@@ -35,7 +35,7 @@ from pgtrickle.errors import PgtrickleError
 
 log = logging.getLogger("pgtrickle.broker")
 
-EARLY = 0.9  # ticks between two cuts, at least: a broker slower than those who wait would fall behind, until they lose patience
+EARLY = 0.9  # ticks between two cuts, at least: a broker must not fall behind those who wait
 HELD = 2  # cuts, the last ones
 HELD_TICKS = 2.0  # after which a cut is given up although no other came
 LOOK_SECONDS = 0.5  # between looks at the lease, and at cuts that are to be given up
