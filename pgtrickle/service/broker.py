@@ -26,8 +26,8 @@ from pgtrickle.service.flight import FlightOffers, ask_for_offer
 
 log = logging.getLogger("pgtrickle.broker")
 
-PATIENCE = 1.0  # ticks that a consumer waits for an offer, before it reads for itself
-MOST_PATIENCE = 10.0  # seconds
+PATIENCE = 0.5  # ticks that a consumer waits for an offer before it reads for itself: it must not miss two
+LEAST_PATIENCE, MOST_PATIENCE = 1.0, 10.0  # seconds; but never more than a tick
 LEADER_SECONDS = 1.0  # for which it is remembered who the broker is
 SHUN_SECONDS = 5.0  # for which a broker that did not answer is not asked again
 FULL_SECONDS = 60.0  # the same, where its registry is full
@@ -116,7 +116,8 @@ class Broker:
             return None
 
     def _offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
-        seconds = min(self._intervals.get(dsn, 1.0) * PATIENCE, MOST_PATIENCE)
+        tick = self._intervals.get(dsn, 1.0)
+        seconds = min(max(tick * PATIENCE, LEAST_PATIENCE), MOST_PATIENCE, tick)
         leader = self._leader(database, dsn)
         if leader is None or time.monotonic() < self._shunned.get(leader.address, 0.0):
             return None

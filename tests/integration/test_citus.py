@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import psycopg
@@ -232,6 +233,44 @@ def test_columns_change(shop: Shop) -> None:
     shop.refresh()
     shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 20")
     shop.refresh()
+
+
+def test_writers_with_plans_notice_every_alteration(shop: Shop) -> None:
+    """Capture looks at columns when a statement is planned, not when it runs: an ALTER must have it planned anew."""
+    shop.conn.execute("ALTER TABLE t ADD COLUMN w int DEFAULT 7, ADD COLUMN note text")
+    query = "SELECT id, {} AS value FROM t"
+    ids = count(70_000)
+
+    def write() -> None:
+        """All shards have seen each kind of statement often, by this session and one on a worker."""
+        for conn in (shop.conn, worker):
+            for i in range(40):
+                conn.execute("UPDATE t SET grp = grp + 1 WHERE id = %s", (200 + i,))
+                conn.execute("INSERT INTO t (id, grp) VALUES (%s, 1)", (next(ids),))
+                conn.execute("DELETE FROM t WHERE id = %s", (next(ids) - 50,))
+
+    with psycopg.connect(shop.cluster.dsn(1), autocommit=True) as worker:
+        shop.db.create_stream_table("all", query.format("v"), st_placement="local")
+        write()
+        for statements, value in (
+            (("RENAME v TO former", "RENAME w TO v"), "former"),
+            (("RENAME v TO w", "RENAME former TO v"), "v"),
+            (("ALTER grp TYPE bigint",), "v"),
+            (("ALTER note TYPE varchar(20)",), "v"),
+            (("DROP note", "ADD note int DEFAULT 3"), "v"),
+        ):
+            for statement in statements:
+                shop.conn.execute(f"ALTER TABLE t {statement}".encode())
+            write()
+            if not statements[0].startswith("RENAME"):
+                for node in (1, 2):
+                    with psycopg.connect(shop.cluster.superuser_dsn(node)) as there:
+                        marked = there.execute("SELECT count(*) FROM pgtrickle_changes.pgt_markers WHERE kind = 'SCHEMA'")
+                        assert marked.fetchone() > (0,), f"{statements} on node {node}"
+            shop.queries = {"all": query.format(value)}
+            shop.refresh()
+            write()
+            assert shop.refresh()["all"][0] == "DIFFERENTIAL"
 
 
 def test_dropping_cleans_up_all_nodes(shop: Shop) -> None:

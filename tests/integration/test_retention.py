@@ -105,6 +105,13 @@ def changes(conn: Connection, frontier: dict[str, str]) -> Counter[int]:
     return found
 
 
+def scans(conn: Connection) -> int:
+    """Of both tables of the buffer, by everybody."""
+    conn.execute("SELECT pg_stat_force_next_flush()")
+    counted = "SELECT sum(seq_scan) FROM pg_stat_user_tables WHERE schemaname = 'pgtrickle_changes' AND relname LIKE %s"
+    return int(one(conn, counted, [f"%\\_{stable_name(conn)}"]))
+
+
 def test_what_all_have_passed_is_given_back(db: Connection) -> None:
     write(db)
     pass_all(db, "first")
@@ -113,6 +120,39 @@ def test_what_all_have_passed_is_given_back(db: Connection) -> None:
     pass_all(db, "second")
     assert purge(db) > LARGE
     assert size(db) == 0
+
+
+def test_what_writers_left_goes_without_a_look(db: Connection) -> None:
+    """That nobody needs it any more is known from when they left it."""
+    for _ in range(4):
+        write(db)
+        pass_all(db, "first")
+        purge(db)  # changes tables: the second has not seen it
+        pass_all(db, "first", "second")
+        write(db, 10)
+        before = scans(db)
+        assert purge(db) > LARGE
+        assert scans(db) == before
+
+
+def test_a_change_of_tables_that_was_rolled_back_keeps_what_is_not_seen(db: Connection) -> None:
+    """Writers have left a table all the same. What is known of an earlier change of tables says nothing about it."""
+    write(db)
+    pass_all(db, "first")
+    purge(db)
+    pass_all(db, "second")
+    assert purge(db) > LARGE
+    for _ in range(2):
+        frontier = cut(db)
+        write(db)
+        pass_all(db, "first")
+        with db.transaction(force_rollback=True):
+            purge(db)
+        write(db, 10)
+        purge(db)
+        assert sum(changes(db, frontier).values()) == ROWS + 10
+        pass_all(db, "first", "second")
+        assert purge(db) > LARGE
 
 
 def test_a_small_buffer_is_left_alone(db: Connection) -> None:

@@ -7,39 +7,70 @@
 -- TRUNCATE takes rows away from old snapshots too. That is harmless here: whoever reads a buffer leaves out what its
 -- frontier has seen, and a table goes only when all frontiers have seen all of it.
 
--- Truncates one of the two tables if no transaction has rows in it that a frontier does not know: neither one from
--- `bound` on nor one of `running`. Writers are in the other table, but cuts that begin now queue behind the lock: 20 ms
+-- Truncates the table that writers have left if no transaction has rows in it that a frontier does not know: neither one from `bound` on nor
+-- one of `running`. `upto` is a transaction that began after they had left, where that is known: it tells without a look at the rows,
+-- unless one that is still running may be among them. Writers are in the other table, but cuts that begin now queue behind the lock: 20 ms
 -- per megabyte to be gained, at most a second, so that many readers do not put it off for ever.
 -- `kept_upto` is the last transaction that keeps it, where one does.
-CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(part regclass, bound bigint, running bigint[], OUT freed bigint, OUT kept_upto bigint)
+CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(
+    part regclass, bound bigint, running bigint[], upto bigint, OUT freed bigint, OUT kept_upto bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
 AS $$
 DECLARE
-    size bigint;
+    size bigint := pg_relation_size(part);
+    passed boolean := upto < (SELECT min(xid) FROM unnest(running || bound) AS xid);
     look text := format('SELECT max(__pgt_xid) FROM ONLY %s WHERE __pgt_xid >= $1 OR __pgt_xid = ANY ($2)', part);
 BEGIN
     freed := 0;
-    size := pg_relation_size(part);
     IF size = 0 THEN
         RETURN;
     END IF;
-    EXECUTE look INTO kept_upto USING bound, running;
+    IF passed IS NOT TRUE THEN
+        EXECUTE look INTO kept_upto USING bound, running;
+    END IF;
     IF kept_upto IS NULL THEN
         -- The lock means that no open transaction has rows there. Rows that came since the first look are committed,
         -- and a new statement sees them.
         PERFORM set_config('lock_timeout', least(1000, 20 + 20 * (size / 1048576)) || 'ms', true);
         EXECUTE format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', part);
-        EXECUTE look INTO kept_upto USING bound, running;
+        IF passed IS NOT TRUE THEN
+            EXECUTE look INTO kept_upto USING bound, running;
+        END IF;
     END IF;
     IF kept_upto IS NULL THEN
         EXECUTE format('TRUNCATE ONLY %s', part);
         freed := size;
     END IF;
 EXCEPTION WHEN lock_not_available THEN
-    freed := 0; -- a transaction that wrote or reads there is still open
+    -- A transaction that wrote or reads there is still open.
+    freed := 0;
+    kept_upto := upto;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._empty_buffer(regclass, bigint, bigint[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._empty_buffer(regclass, bigint, bigint[], bigint) FROM PUBLIC;
+
+-- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one they left. A writer has
+-- its number before it asks where to write; a subtransaction that begins now gets a later one.
+CREATE OR REPLACE FUNCTION pgtrickle._note_left(stable_name text, turn bigint) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    round CONSTANT bigint := 4294967296; -- xmin is the lower half of a number
+    mine bigint := pg_current_xact_id()::text::bigint;
+    later bigint;
+BEGIN
+    BEGIN
+        UPDATE pgtrickle.pgt_change_tracking AS t SET left_turn = turn, left_at = NULL
+        WHERE t.source_stable_name = stable_name RETURNING t.xmin::text::bigint INTO later;
+    EXCEPTION WHEN lock_not_available THEN
+        RAISE; -- the clause is what makes this a subtransaction
+    END;
+    later := mine + (later - mine % round + round) % round;
+    UPDATE pgtrickle.pgt_change_tracking AS t SET left_at = later WHERE t.source_stable_name = stable_name;
+    RETURN later;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._note_left(text, bigint) FROM PUBLIC;
 
 -- After a refresh: remove what every stream table on the source has passed. Returns the bytes given back. A refresh is
 -- not to wait or fail for it: where a lock cannot be had, or another process is at it, the next refresh tries again.
@@ -52,11 +83,13 @@ DECLARE
     turn regclass := to_regclass('pgtrickle_changes.turn_' || stable_name);
     parts regclass[] := ARRAY[to_regclass('pgtrickle_changes.changes_' || stable_name),
                               to_regclass('pgtrickle_changes.spare_' || stable_name)];
+    number bigint;
     written int;
     known record;
+    quiet boolean;
+    kept record;
     emptied record;
     freed bigint := 0;
-    kept bigint := (SELECT t.kept_upto FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name);
 BEGIN
     PERFORM pgtrickle._require_administrator('purge change buffers'); -- who stays in the transaction holds up refreshes
     -- An old snapshot would not see what came since.
@@ -100,14 +133,22 @@ BEGIN
     DELETE FROM pgtrickle_changes.pgt_activity
     WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
 
-    written := 2 - coalesce(pg_sequence_last_value(turn), 1) % 2;
-    IF kept IS NULL OR kept < known.bound AND kept <> ALL (known.running) THEN
-        emptied := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running);
+    quiet := NOT EXISTS (SELECT FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name);
+
+    number := coalesce(pg_sequence_last_value(turn), 1);
+    written := 2 - number % 2;
+    SELECT t.kept_upto AS upto, CASE WHEN t.left_turn = number THEN t.left_at END AS left_at INTO kept
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
+    IF quiet OR kept.upto IS NULL OR kept.upto < known.bound AND kept.upto <> ALL (known.running) THEN
+        emptied := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running, kept.left_at);
         freed := emptied.freed;
         IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
-            PERFORM setval(turn, 3 - written); -- at once and for everybody, whatever becomes of this transaction
-            emptied := pgtrickle._empty_buffer(parts[written], known.bound, known.running);
-            freed := freed + emptied.freed;
+            PERFORM setval(turn, number + 1); -- at once and for everybody, whatever becomes of this transaction
+            emptied.kept_upto := pgtrickle._note_left(stable_name, number + 1);
+            IF quiet THEN
+                emptied := pgtrickle._empty_buffer(parts[written], known.bound, known.running, NULL);
+                freed := freed + emptied.freed;
+            END IF;
         END IF;
         UPDATE pgtrickle.pgt_change_tracking AS t SET kept_upto = emptied.kept_upto
         WHERE t.source_stable_name = stable_name AND t.kept_upto IS DISTINCT FROM emptied.kept_upto;

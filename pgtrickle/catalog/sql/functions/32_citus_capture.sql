@@ -54,6 +54,31 @@ BEGIN
 END
 $$;
 
+-- Whether a table or shard still has these columns, of these types.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_fits_now(relation regclass, names text[], types text[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN cardinality(names) = (
+        SELECT count(*) FROM ROWS FROM (unnest(names), unnest(types), unnest(typmods)) AS w (name, type, typmod)
+        JOIN pg_attribute AS a ON a.attname = w.name AND a.atttypid = to_regtype(w.type) AND a.atttypmod = w.typmod
+        WHERE a.attrelid = relation AND NOT a.attisdropped);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._shard_fits_now(regclass, text[], text[], int[]) FROM PUBLIC;
+
+-- The same when a statement is planned, as _columns_fit() does it for plain tables. Many shards share one text, so the text cannot name
+-- them; but PL/pgSQL has plans of its own for each of them, and a plan that reads a transition table is made anew when the table that the
+-- trigger is on was altered. Which one that is stands in a setting, written just before.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_fits(names text[], types text[], typmods int[]) RETURNS boolean
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN pgtrickle._shard_fits_now(current_setting('pgtrickle.captures')::oid::regclass, names, types, typmods);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._shard_fits(text[], text[], int[]) FROM PUBLIC;
+
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows
 -- themselves tell what they are: one of NULLs, for JSON of a value may call a cast that a user made.
@@ -66,9 +91,13 @@ DECLARE
     wanting text;
     fits boolean;
     noted boolean := false;
-    spare boolean;
+    turn regclass := to_regclass('pgtrickle_changes.turn_%1$s');
+    -- Which of the two tables is written: see _purge().
+    spare boolean := coalesce(pg_sequence_last_value(turn) %% 2 = 0, false);
+    -- For _shard_fits().
+    captures text := set_config('pgtrickle.captures', TG_RELID::text, true);
 BEGIN
-    IF to_regclass('pgtrickle_changes.changes_%1$s') IS NULL THEN
+    IF turn IS NULL THEN
         RETURN NULL; -- a new node, which nobody reads yet: who will starts over%2$s
     ELSIF TG_OP = 'TRUNCATE' THEN
         IF to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL THEN
@@ -81,14 +110,14 @@ BEGIN
     END IF;
     -- Nearly always all is well, and known with one statement: each costs a single-row writer some microseconds.
     IF current_setting('transaction_isolation') = 'read committed'
-       AND pg_stat_get_live_tuples('pgtrickle_changes.changes_%1$s'::regclass)
-           + pg_stat_get_live_tuples('pgtrickle_changes.spare_%1$s'::regclass) <= %6$s THEN
+       AND pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass
+                                        ELSE 'pgtrickle_changes.changes_%1$s' END) <= %6$s THEN
         IF TG_OP = 'INSERT' THEN
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_new) AND %3$s;
+            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_new) AND pgtrickle._shard_fits(%3$s);
         ELSE
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_old) AND %3$s;
+            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_old) AND pgtrickle._shard_fits(%3$s);
         END IF;
         noted := FOUND;
     END IF;
@@ -101,7 +130,7 @@ BEGIN
             RETURN NULL;
         END IF;
         IF current_setting('transaction_isolation') = 'read committed' THEN
-            fits := %3$s;
+            fits := pgtrickle._shard_fits_now(TG_RELID, %3$s);
         ELSIF TG_OP = 'DELETE' THEN
             fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
             IF fits THEN
@@ -115,8 +144,8 @@ BEGIN
         END IF;
         IF NOT fits THEN
             wanting := 'SCHEMA';
-        ELSIF pg_stat_get_live_tuples('pgtrickle_changes.changes_%1$s'::regclass)
-                  + pg_stat_get_live_tuples('pgtrickle_changes.spare_%1$s'::regclass) > %6$s
+        ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass
+                                           ELSE 'pgtrickle_changes.changes_%1$s' END) > %6$s
               AND pgtrickle._overflows('pgtrickle_changes.changes_%1$s') THEN
             wanting := 'OVERFLOW';
         END IF;
@@ -126,8 +155,6 @@ BEGIN
         END IF;
         INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES ('%1$s', pg_current_xact_id()::text::bigint);
     END IF;
-    -- Which of the two tables is written: see _purge().
-    spare := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
     IF TG_OP = 'INSERT' THEN
         %7$s
     ELSIF TG_OP = 'UPDATE' THEN
@@ -143,8 +170,9 @@ $body$,
         CASE WHEN definition ->> 'placement' = 'reference' THEN $body$
     ELSIF pgtrickle._citus_group() <> 0 THEN
         RETURN NULL; -- the coordinator has the same change$body$ ELSE '' END,
-        format('(SELECT count(*) = %s FROM pg_attribute WHERE attrelid = TG_RELID AND NOT attisdropped AND (attname, atttypid, atttypmod) IN (%s))',
-               count(*), string_agg(format('(%L, %s, %s)', c ->> 'name', pgtrickle._type_text(c), c ->> 'typmod'), ', ' ORDER BY (c ->> 'attnum')::int)),
+        format('%L, %L, %L',
+               array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int), array_agg(c ->> 'type' ORDER BY (c ->> 'attnum')::int),
+               array_agg((c ->> 'typmod')::int ORDER BY (c ->> 'attnum')::int)),
         format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
                array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)),
         string_agg(format('coalesce(pg_typeof(r.%I) = %s, false)', c ->> 'name', pgtrickle._type_text(c)), ' AND ' ORDER BY (c ->> 'attnum')::int),
