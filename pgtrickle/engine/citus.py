@@ -107,7 +107,7 @@ class Cluster:
         """The distributed tables that a view reads, and that are to be read from their nodes."""
         rows = self.home.execute(
             "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass)"
-            " WHERE pgtrickle._citus_placement(relation) = 'distributed'"
+            " WHERE pgtrickle._is_distributed(relation)"
             " AND NOT pgtrickle._is_read_through_coordinator(%s::oid::regclass, %s)",
             (view, view, refresh_mode),
         ).fetchall()
@@ -141,7 +141,7 @@ class Cluster:
         """Bind stream tables anew whose tables were distributed, or no longer are; gives the tables that Citus has of these."""
         found: dict[int, list[int]] = {}
         rows = self.home.execute(
-            "SELECT id, relation::oid::bigint, pgtrickle._citus_placement(relation) = 'distributed'"
+            "SELECT id, relation::oid::bigint, pgtrickle._is_distributed(relation)"
             " FROM pgtrickle._follow_placements(%s::bigint[])",
             (list(ids),),
         ).fetchall()

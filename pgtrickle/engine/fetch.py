@@ -18,7 +18,7 @@ from psycopg import sql
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.capture.window import since
 from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
-from pgtrickle.compile.text import PART, WINDOW, SqlText
+from pgtrickle.compile.text import PART, SHARDS, WINDOW, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.beside import Beside, Order
@@ -221,7 +221,8 @@ class Fetcher(Generic[T]):
         schema = schema_of(forms)
         database = database_of(plan)
         reader = self.readers[database]
-        conditions = {f"key{i}": self._key_condition(key) for i, key in enumerate(self._texts[plan].keys)}
+        keys = {f"key{i}": (key, self._keys(key)) for i, key in enumerate(self._texts[plan].keys)}
+        conditions = {name: _condition(key, found) for name, (key, found) in keys.items()}
         if database in self.joined:
             plan = scanning(plan, Version.NEW)
         if None in conditions.values() and is_chain(plan):
@@ -230,6 +231,8 @@ class Fetcher(Generic[T]):
         def statement(part: sql.Composable | None, rows: sql.Composable | None) -> sql.Composable:
             holes = {name: condition or sql.SQL("false") for name, condition in conditions.items()}
             holes |= {name: rows or sql.SQL(shards.query) for name, shards in reader.shards.items()}
+            if rows is None:
+                holes |= _few_shards(plan, reader, keys)
             if database in self.windows:
                 holes[WINDOW] = since(self.windows[database], "__pgt_xid")
             if part is not None:
@@ -240,32 +243,64 @@ class Fetcher(Generic[T]):
 
         return self.medium.read(Request(plan, schema, statement, reader))
 
-    def _key_condition(self, key: KeyFilter) -> sql.Composable | None:
-        """The bound as a condition; None where no key is left."""
+    def _keys(self, key: KeyFilter) -> _Keys | None:
+        """The values that bound a lookup; None where they are not known."""
         origins = origins_of(key)
         if origins is None:
-            return sql.SQL("true")
-        found = self.medium.values([(self._raw(origin.plan), form_name(origin.column, "text")) for origin in origins])
-        values = [value for value in found.to_pylist() if value is not None]
-        name = sql.Identifier(key.column.id)
-        parts: list[sql.Composable] = []
-        if values:
-            type_ = sql.SQL(key.column.type.name)
-            # An array of arrays is one array of more dimensions to PostgreSQL.
-            form = (
-                "{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)"
-                if key.column.type.is_array
-                else "{} = ANY ({}::text[]::{}[])"
-            )
-            order = (
-                (name, type_, sql.Literal(values)) if key.column.type.is_array else (name, sql.Literal(values), type_)
-            )
-            parts.append(sql.SQL(form).format(*order))
-        if found.null_count and key.nulls:
-            parts.append(sql.SQL("{} IS NULL").format(name))
-        if not parts:
             return None
-        return sql.SQL("(") + sql.SQL(" OR ").join(parts) + sql.SQL(")")
+        found = self.medium.values([(self._raw(origin.plan), form_name(origin.column, "text")) for origin in origins])
+        return _Keys([value for value in found.to_pylist() if value is not None], bool(found.null_count and key.nulls))
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """Values of a lookup, as text."""
+
+    values: list[str]
+    nulls: bool  # and NULL
+
+
+def _condition(key: KeyFilter, keys: _Keys | None) -> sql.Composable | None:
+    """The bound as a condition; None where no key is left."""
+    if keys is None:
+        return sql.SQL("true")
+    name = sql.Identifier(key.column.id)
+    parts: list[sql.Composable] = []
+    if keys.values:
+        type_ = sql.SQL(key.column.type.name)
+        values = sql.Literal(keys.values)
+        # An array of arrays is one array of more dimensions to PostgreSQL.
+        if key.column.type.is_array:
+            parts.append(sql.SQL("{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)").format(name, type_, values))
+        else:
+            parts.append(sql.SQL("{} = ANY ({}::text[]::{}[])").format(name, values, type_))
+    if keys.nulls:
+        parts.append(sql.SQL("{} IS NULL").format(name))
+    if not parts:
+        return None
+    return sql.SQL("(") + sql.SQL(" OR ").join(parts) + sql.SQL(")")
+
+
+def _few_shards(
+    plan: Plan, reader: Reader, keys: Mapping[str, tuple[KeyFilter, _Keys | None]]
+) -> dict[str, sql.Composable]:
+    """A lookup by the column that a table is distributed by, in the shards that can have its rows; the holes that change."""
+    if not reader.shards or not is_chain(plan):
+        return {}
+    (scan,) = scans_of(plan)
+    hole = f"{SHARDS}{scan.relation.oid}"
+    shards = reader.shards.get(hole)
+    if shards is None or shards.column is None or not shards.names or scan.version is Version.DELTA:
+        return {}
+    named = {column.id: item.name for column, item in scan.fields}
+    for name, (key, found) in keys.items():
+        if found is None or key.column.type.is_array or named.get(key.column.id) != shards.column:
+            continue
+        with told(reader.database):
+            few = {hole: shards.holding(reader.conn, key.column.type.name, found.values)}
+        # Of an earlier version changes are undone, those of other keys too.
+        return few | ({name: sql.SQL("true")} if scan.version is Version.NEW else {})
+    return {}
 
 
 def database_of(plan: Plan) -> str:

@@ -19,10 +19,12 @@ from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.shards import Shards
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 
-# Tables of a node, with their shards there and a query for the rows of these.
+# Tables of a node, with their shards there, a query for the rows of these, and how it is told which has a row.
 _PLACED = (
-    "SELECT t, ARRAY(SELECT shard FROM pgtrickle._shards_here(t::oid::regclass)), pgtrickle._rows_here(t::oid::regclass)"
-    " FROM unnest(%s::bigint[]) AS t"
+    "SELECT t, s.names, pgtrickle._rows_here(t::oid::regclass), pgtrickle._shards_told_by(t::oid::regclass), s.lowest, s.highest"
+    " FROM unnest(%s::bigint[]) AS t CROSS JOIN LATERAL ("
+    "SELECT coalesce(array_agg(h.shard), '{}') AS names, coalesce(array_agg(h.lower_hash), '{}') AS lowest,"
+    " coalesce(array_agg(h.upper_hash), '{}') AS highest FROM pgtrickle._shards_here(t::oid::regclass) AS h) AS s"
 )
 
 
@@ -156,18 +158,21 @@ def take_other_cut(
     members = sorted({source.consumer for source in sources if source.shard})
     looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
     placements = conn.execute(_PLACED, (sorted(placed),)).fetchall() if placed else []
-    if sorted(name for _, here, _ in placements for name in here) != sorted(locked):
+    if sorted(name for _, here, *_ in placements for name in here) != sorted(locked):
         raise SourceLockedError(
             f"shards came to {database} or left it at this moment", "A service tries again by itself."
         )
-    shards = {there: Shards(tuple(here), rows) for there, here, rows in placements}
+    shards = {
+        there: Shards(tuple(names), rows, column, tuple(lowest), tuple(highest))
+        for there, names, rows, column, lowest, highest in placements
+    }
     return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
 
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
     """The shards of these tables that a node has now."""
     rows = conn.execute(_PLACED, (sorted({source.there for source in sources}),)).fetchall()
-    return [name for _, here, _ in rows for name in here]
+    return [name for _, here, *_ in rows for name in here]
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:

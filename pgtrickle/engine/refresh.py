@@ -238,7 +238,7 @@ class Engine:
             raise error
         distributed = self.conn.execute(
             "SELECT DISTINCT pgt_id FROM pgtrickle.pgt_dependencies WHERE pgt_id = ANY (%s)"
-            " AND pgtrickle._citus_placement(coalesce(through, source_relid)) = 'distributed'",
+            " AND pgtrickle._is_distributed(coalesce(through, source_relid))",
             ([work.row.pgt_id for work in works],),
         ).fetchall()
         for work in works:

@@ -18,7 +18,7 @@ BEGIN
 END
 $$;
 
--- local, reference, distributed (of one shard, too), or citus_local: on the coordinator, and known to Citus.
+-- local, reference, distributed, single_shard, or citus_local: on the coordinator, and known to Citus.
 CREATE OR REPLACE FUNCTION pgtrickle._citus_placement(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -32,7 +32,28 @@ BEGIN
     RETURN CASE WHEN NOT FOUND THEN 'local'
                 WHEN known.partmethod = 'n' AND known.repmodel = 't' THEN 'reference'
                 WHEN known.partmethod = 'n' AND known.colocationid = 0 THEN 'citus_local'
+                WHEN known.partmethod = 'n' THEN 'single_shard'
                 ELSE 'distributed' END;
+END
+$$;
+
+-- Whether the rows of a table are in shards, on whatever nodes: many, or one.
+CREATE OR REPLACE FUNCTION pgtrickle._is_distributed(relation regclass) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pgtrickle._citus_placement(relation) IN ('distributed', 'single_shard')
+$$;
+
+-- The column whose hash tells in which shard a row is.
+CREATE OR REPLACE FUNCTION pgtrickle._distribution_column(relation regclass) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT pgtrickle._has_citus() THEN
+        RETURN NULL;
+    END IF;
+    RETURN (SELECT column_to_column_name(p.logicalrelid, p.partkey) FROM pg_dist_partition AS p
+            WHERE p.logicalrelid = relation AND p.partmethod = 'h');
 END
 $$;
 
@@ -47,19 +68,28 @@ AS $$
                AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid = relation))
 $$;
 
--- The shards of a distributed table that are on this node.
-CREATE OR REPLACE FUNCTION pgtrickle._shards_here(relation regclass) RETURNS TABLE (shardid bigint, shard text)
+-- The shards of a distributed table that are on this node, with the hashes of their rows.
+CREATE OR REPLACE FUNCTION pgtrickle._shards_here(relation regclass) RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     RETURN QUERY
-    SELECT s.shardid, format('%I.%I', n.nspname, shard_name(s.logicalrelid, s.shardid, true))
+    SELECT s.shardid, format('%I.%I', n.nspname, shard_name(s.logicalrelid, s.shardid, true)), s.shardminvalue::integer, s.shardmaxvalue::integer
     FROM pg_dist_shard AS s
     JOIN pg_dist_placement AS p USING (shardid)
     JOIN pg_class AS c ON c.oid = s.logicalrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
     WHERE s.logicalrelid = relation AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) AND p.shardstate = 1
     ORDER BY s.shardid;
 END
+$$;
+
+-- The column by whose hash the shards of a table can be told: not where strings are equal that are not the same, for which it takes the
+-- column's own collation.
+CREATE OR REPLACE FUNCTION pgtrickle._shards_told_by(relation regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT a.attname FROM pg_attribute AS a LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
+    WHERE a.attrelid = relation AND a.attname = pgtrickle._distribution_column(relation) AND coalesce(c.collisdeterministic, true)
 $$;
 
 -- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.

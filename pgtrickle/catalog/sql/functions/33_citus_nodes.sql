@@ -24,7 +24,7 @@ DECLARE
     groups bigint;
     placed bigint;
 BEGIN
-    IF pgtrickle._citus_placement(source) <> 'distributed' OR pgtrickle._citus_group() <> 0 THEN
+    IF NOT pgtrickle._is_distributed(source) OR pgtrickle._citus_group() <> 0 THEN
         RAISE EXCEPTION '% is not a distributed table of this coordinator', source
             USING ERRCODE = 'wrong_object_type', HINT = 'Only rows of such a table are read from other nodes.';
     END IF;
@@ -125,7 +125,7 @@ BEGIN
     END IF;
     RETURN QUERY
     SELECT t.relid FROM pgtrickle.pgt_sharded_tables AS t
-    WHERE t.database_set = '@cluster' AND pgtrickle._citus_placement(t.relid) = 'distributed'
+    WHERE t.database_set = '@cluster' AND pgtrickle._is_distributed(t.relid)
       AND (t.prepared_group IS DISTINCT FROM pgtrickle._groups_issued()
            OR ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
               <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
@@ -156,13 +156,13 @@ BEGIN
                LEFT JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
                WHERE d.pgt_id = stream_table.pgt_id
                  AND (d.source_placement IS DISTINCT FROM pgtrickle._citus_placement(coalesce(d.through, d.source_relid))
-                      OR d.source_placement = 'distributed' AND d.through IS NULL AND NOT stream_table.through_coordinator
+                      OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
                       OR pgtrickle._unread_node(d.through) IS NOT NULL));
         -- A table that is not distributed any more is read here again.
         DELETE FROM pgtrickle.pgt_sharded_tables AS t
-        WHERE t.database_set = '@cluster' AND pgtrickle._citus_placement(t.relid) <> 'distributed';
+        WHERE t.database_set = '@cluster' AND NOT pgtrickle._is_distributed(t.relid);
         UPDATE pgtrickle.pgt_stream_tables AS s
         SET view_relid = stream_table.view,
             reinit_reason = CASE WHEN s.frontier IS NOT NULL THEN 'a table that it reads was distributed otherwise, or shards are where nobody read them' END
@@ -172,7 +172,7 @@ BEGIN
         FOR relation IN
             SELECT s.relation FROM pgtrickle._sources(stream_table.view) AS s
             WHERE pgtrickle._is_citus_source(s.relation)
-              AND NOT (stream_table.through_coordinator AND pgtrickle._citus_placement(s.relation) = 'distributed')
+              AND NOT (stream_table.through_coordinator AND pgtrickle._is_distributed(s.relation))
         LOOP
             RETURN NEXT;
         END LOOP;

@@ -31,7 +31,7 @@ BEGIN
         RAISE EXCEPTION 'output_distribution_column is for tables that are distributed, and st_placement is %', quote_literal(wanted)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Leave one of the two out.';
     ELSIF wanted = 'auto' AND NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s
-                                          WHERE pgtrickle._citus_placement(s.relation) = 'distributed') THEN
+                                          WHERE pgtrickle._is_distributed(s.relation)) THEN
         RETURN 'local';
     END IF;
     RETURN wanted;
@@ -99,7 +99,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._is_read_through_coordinator(view regclass,
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT (upper(refresh_mode) = 'FULL' OR pgtrickle._setting('citus_read') = 'coordinator')
-       AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._citus_placement(s.relation) = 'distributed')
+       AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._note_coordinator(id bigint) RETURNS void

@@ -154,7 +154,7 @@ BEGIN
         (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through,
          source_placement)
     SELECT id, source.relation, n.nspname, c.relname,
-           CASE WHEN whole AND pgtrickle._citus_placement(source.relation) = 'distributed' THEN 'DISTRIBUTED'
+           CASE WHEN whole AND pgtrickle._is_distributed(source.relation) THEN 'DISTRIBUTED'
                 WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
                 WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
                 WHEN NOT pgtrickle._can_capture(source.relation) THEN CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END

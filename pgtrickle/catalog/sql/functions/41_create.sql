@@ -89,6 +89,10 @@ BEGIN
     EXCEPTION
         WHEN insufficient_privilege THEN
             NULL; -- _check_query() says it better
+        WHEN feature_not_supported THEN
+            IF NOT pgtrickle._has_citus() THEN -- it is one query; Citus cannot join every two tables, and need not
+                RAISE;
+            END IF;
         WHEN invalid_cursor_definition THEN
             RAISE EXCEPTION 'the defining query must be one query: %', SQLERRM
                 USING ERRCODE = 'syntax_error', HINT = 'Give one SELECT, VALUES or WITH statement.';
@@ -128,7 +132,7 @@ BEGIN
     FOR source IN
         SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
         WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_spread(s.relation))
-          AND NOT (through_coordinator AND pgtrickle._citus_placement(s.relation) = 'distributed')
+          AND NOT (through_coordinator AND pgtrickle._is_distributed(s.relation))
         ORDER BY s.relation::oid
     LOOP
         PERFORM pgtrickle._attach(source.relation, source.columns);
@@ -238,12 +242,18 @@ BEGIN
     view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._local_text(query), query_path);
     PERFORM pgtrickle._check_query(view);
     PERFORM pgtrickle._check_polled(view, refresh_mode);
-    -- What remains, such as the right to call a function.
-    EXECUTE format('SELECT * FROM %s LIMIT 0', view);
+    whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
+    BEGIN
+        -- What remains, such as the right to call a function.
+        EXECUTE format('SELECT * FROM %s LIMIT 0', view);
+    EXCEPTION WHEN feature_not_supported THEN
+        IF whole OR NOT pgtrickle._has_citus() THEN
+            RAISE;
+        END IF;
+    END;
     st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
     storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
     PERFORM pgtrickle._create_owner_functions(id);
-    whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
     PERFORM pgtrickle._attach_sources(view, whole);
     PERFORM pgtrickle._register(id, storage, view, query, schedule, refresh_mode, coalesce(pooler_compatibility_mode, false),
                                 placement, key_columns, pgtrickle._session_settings(query_path));

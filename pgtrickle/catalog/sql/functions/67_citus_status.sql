@@ -20,7 +20,7 @@ AS $$
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._citus_status()
-RETURNS TABLE (node text, host text, port integer, source text, placement text, shards bigint, triggers_missing bigint, waiting_changes bigint,
+RETURNS TABLE (node text, host text, port integer, source text, placement text, distribution_column text, shards bigint, triggers_missing bigint, waiting_changes bigint,
                lag interval, problem text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -47,7 +47,7 @@ BEGIN
                         ELSE member.known_problem END;
         report := CASE WHEN member.groupid = 0 THEN pgtrickle._node_report() WHEN member.success THEN member.result::jsonb END;
         IF report IS NULL OR report = '{}' THEN
-            source := NULL; placement := NULL; shards := NULL; triggers_missing := NULL; waiting_changes := NULL;
+            source := NULL; placement := NULL; distribution_column := NULL; shards := NULL; triggers_missing := NULL; waiting_changes := NULL;
             RETURN NEXT;
             CONTINUE;
         END IF;
@@ -55,6 +55,7 @@ BEGIN
             SELECT r.key, r.value -> 'shards', r.value -> 'missing', r.value -> 'waiting' FROM jsonb_each(report) AS r ORDER BY 1
         LOOP
             placement := pgtrickle._citus_placement(to_regclass(source));
+            distribution_column := pgtrickle._distribution_column(to_regclass(source));
             RETURN NEXT;
         END LOOP;
     END LOOP;
