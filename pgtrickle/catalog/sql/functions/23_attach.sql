@@ -22,7 +22,8 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce(string_agg(DISTINCT CASE
                WHEN l.pid IS NULL THEN 'a prepared transaction (see pg_prepared_xacts)'
-               ELSE format('process %s (role %s)', l.pid, coalesce(a.usename, '?')) END, ', '), 'a process that has ended')
+               ELSE format('process %s (role %s)', l.pid, coalesce(a.usename, '?')) END, ', '),
+               CASE WHEN pgtrickle._is_distributed(source) THEN 'a transaction on another node' ELSE 'a process that has ended' END)
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
     WHERE l.locktype = 'relation' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
       AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())

@@ -325,6 +325,18 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
+-- Lets DDL reach the shards, on all nodes, until it is said otherwise, and has them wait for locks no longer than we do: Citus passes on what SET
+-- LOCAL says, and nothing else.
+CREATE OR REPLACE FUNCTION pgtrickle._send_ddl(timeout text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM set_config('citus.enable_ddl_propagation', 'on', true), set_config('citus.enable_unsafe_triggers', 'on', true),
+            set_config('citus.propagate_set_commands', 'local', true);
+    EXECUTE format('SET LOCAL lock_timeout = %L', timeout);
+END
+$$;
+
 -- The triggers, by the coordinator. Every node has its buffer already, or its writers' changes would be missed.
 CREATE OR REPLACE FUNCTION pgtrickle._attach_shards(source regclass) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -346,7 +358,7 @@ BEGIN
     PERFORM pgtrickle._fit_shards(definition);
     former := current_setting('citus.enable_ddl_propagation');
     IF pgtrickle._citus_placement(source) <> 'local' THEN
-        PERFORM set_config('citus.enable_unsafe_triggers', 'on', true), set_config('citus.enable_ddl_propagation', 'on', true);
+        PERFORM pgtrickle._send_ddl(current_setting('lock_timeout'));
     END IF;
     FOREACH operation IN ARRAY ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE'] LOOP
         trigger_name := 'pgtrickle_capture_' || lower(operation) || '_' || stable_name;
@@ -368,7 +380,7 @@ DECLARE
 BEGIN
     IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
        AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
-        PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
+        PERFORM pgtrickle._send_ddl(current_setting('lock_timeout'));
     END IF;
     EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
     IF former IS NOT NULL THEN

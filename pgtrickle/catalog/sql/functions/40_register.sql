@@ -297,7 +297,6 @@ BEGIN
     IF FOUND THEN
         PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
     END IF;
-    PERFORM pgtrickle._untrack_unused();
 END
 $$;
 

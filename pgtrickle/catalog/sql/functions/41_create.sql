@@ -261,6 +261,8 @@ BEGIN
         PERFORM pgtrickle._note_coordinator(id);
     END IF;
     PERFORM pgtrickle._place(id, st_placement, output_distribution_column);
+    -- Not before: what was left of capture of the same table would go and come in one transaction, which Citus cannot.
+    PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN
         PERFORM pgtrickle._file_request(id);

@@ -187,6 +187,7 @@ BEGIN
     PERFORM pgtrickle._keep_ddl_here();
     -- Its row, view and functions: what a table dropped by hand would leave.
     PERFORM pgtrickle._forget_dropped();
+    PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
 $$;
