@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -12,20 +12,13 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from pgtrickle.capture.frontier import Snapshot
+from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Offer
 from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.shards import Shards
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
-
-# Tables of a node, with their shards there, a query for the rows of these, and how it is told which has a row.
-_PLACED = (
-    "SELECT t, s.names, pgtrickle._rows_here(t::oid::regclass), pgtrickle._shards_told_by(t::oid::regclass), s.lowest, s.highest"
-    " FROM unnest(%s::bigint[]) AS t CROSS JOIN LATERAL ("
-    "SELECT coalesce(array_agg(h.shard), '{}') AS names, coalesce(array_agg(h.lower_hash), '{}') AS lowest,"
-    " coalesce(array_agg(h.upper_hash), '{}') AS highest FROM pgtrickle._shards_here(t::oid::regclass) AS h) AS s"
-)
 
 
 @dataclass(frozen=True)
@@ -157,7 +150,7 @@ def take_other_cut(
     consumed = {(one.consumer, one.relid): one for one in found}
     members = sorted({source.consumer for source in sources if source.shard})
     looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
-    placements = conn.execute(_PLACED, (sorted(placed),)).fetchall() if placed else []
+    placements = _placements(conn, placed) if placed else []
     if sorted(name for _, here, *_ in placements for name in here) != sorted(locked):
         raise SourceLockedError(
             f"shards came to {database} or left it at this moment", "A service tries again by itself."
@@ -171,8 +164,12 @@ def take_other_cut(
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
     """The shards of these tables that a node has now."""
-    rows = conn.execute(_PLACED, (sorted({source.there for source in sources}),)).fetchall()
+    rows = _placements(conn, {source.there for source in sources})
     return [name for _, here, *_ in rows for name in here]
+
+
+def _placements(conn: psycopg.Connection[Any], tables: Collection[int]) -> list[tuple[Any, ...]]:
+    return conn.execute(load_query("shards_here"), {"tables": sorted(tables)}).fetchall()
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:

@@ -21,6 +21,7 @@ from pgtrickle.errors import (
     InvalidQueryError,
     NotDifferentiableError,
     PrivilegeError,
+    SourceLockedError,
 )
 from tests.support.citus import Cluster, citus_binaries, cluster
 from tests.support.oracle import assert_equal_to_query
@@ -388,6 +389,29 @@ def test_a_worker_is_killed_and_comes_back(shop: Shop) -> None:
     shop.db.engine.connections._failed.clear()
     shop.refresh()
     shop.goes_on()
+
+
+def test_a_placed_stream_table_waits_for_what_a_crash_left(shop: Shop) -> None:
+    """Its own apply may be what was left; and it reads no node whose cut would notice."""
+    shop.create("local", st_placement="reference")
+    with psycopg.connect(shop.cluster.superuser_dsn(2), autocommit=True) as worker:
+        worker.execute("BEGIN")
+        worker.execute("SELECT pg_current_xact_id()")
+        worker.execute("PREPARE TRANSACTION 'citus_77_1_1_1'")  # of no coordinator that would recover it
+        shop.conn.execute("UPDATE loc SET name = 'later' WHERE grp = 1")
+        with pytest.raises(SourceLockedError, match=r"not recovered: public\.local waits"):
+            shop.db.refresh("local")
+        worker.execute("ROLLBACK PREPARED 'citus_77_1_1_1'")
+    shop.goes_on()
+
+
+def test_a_node_is_followed_to_another_address(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    shop.goes_on()
+    shop.admin.execute("SELECT citus_update_node(nodeid, 'localhost', nodeport) FROM pg_dist_node WHERE groupid = 2")
+    shop.goes_on()
+    known = "SELECT dsn FROM pgtrickle.pgt_databases WHERE name = '@node_2'"
+    assert shop.conn.execute(known).fetchone() == (f"host=localhost port={shop.cluster.servers[2].port}",)
 
 
 def test_what_cannot_be_captured_is_refused(shop: Shop) -> None:

@@ -5,7 +5,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._mark(stable_name text, marker text) RETURN
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    current bigint := pg_current_xact_id()::text::bigint;
+    current bigint := txid_current();
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle_changes.pgt_markers AS m
                    WHERE m.source_stable_name = stable_name AND m.xid = current AND m.kind = marker) THEN
@@ -186,10 +186,10 @@ LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT pg_catalog.format($body$IF fits THEN
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit_now%%3$s;
+            SELECT '%%1$s', txid_current() WHERE %1$s AND pgtrickle._columns_fit_now%%3$s;
         ELSE
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%%1$s', pg_current_xact_id()::text::bigint WHERE %1$s AND pgtrickle._columns_fit%%3$s;
+            SELECT '%%1$s', txid_current() WHERE %1$s AND pgtrickle._columns_fit%%3$s;
         END IF;$body$, touched)
 $$;
 
@@ -203,19 +203,19 @@ AS $$
     IF TG_OP = 'INSERT' AND wanting IS NULL THEN
         $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_new)') || $body$
         IF FOUND THEN
-            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
+            $body$ || pgtrickle._store('SELECT txid_current(), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         END IF;
     ELSIF wanting IS NULL THEN
         $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_old)') || $body$
         IF FOUND AND TG_OP = 'UPDATE' THEN
             $body$ || pgtrickle._store('
-                    SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r
+                    SELECT txid_current(), -1%5$s FROM __pgt_old AS r
                     UNION ALL
-                    SELECT (SELECT pg_current_xact_id()::text::bigint), 1%5$s FROM __pgt_new AS r') || $body$
+                    SELECT txid_current(), 1%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         ELSIF FOUND THEN
-            $body$ || pgtrickle._store('SELECT (SELECT pg_current_xact_id()::text::bigint), -1%5$s FROM __pgt_old AS r') || $body$
+            $body$ || pgtrickle._store('SELECT txid_current(), -1%5$s FROM __pgt_old AS r') || $body$
             RETURN NEW;
         END IF;
     END IF;
@@ -241,10 +241,10 @@ AS $$
         $body$ || pgtrickle._note('true') || $body$
         IF FOUND THEN
             IF TG_OP <> 'INSERT' THEN
-                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, -1%7$s)') || $body$
+                $body$ || pgtrickle._store('VALUES (txid_current(), -1%7$s)') || $body$
             END IF;
             IF TG_OP <> 'DELETE' THEN
-                $body$ || pgtrickle._store('VALUES (pg_current_xact_id()::text::bigint, 1%6$s)') || $body$
+                $body$ || pgtrickle._store('VALUES (txid_current(), 1%6$s)') || $body$
             END IF;
             RETURN NULL;
         END IF;

@@ -82,23 +82,29 @@ REVOKE ALL ON FUNCTION pgtrickle._shard_fits(text[], text[], int[]) FROM PUBLIC;
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows
 -- themselves tell what they are: one of NULLs, for JSON of a value may call a cast that a user made.
+--
+-- Nearly always all is well. That is known with one expression and one statement: PL/pgSQL prepares every expression anew in every
+-- transaction, which costs a single-row writer a microsecond or two each.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT format($body$
 #variable_conflict use_column
 DECLARE
+    -- 0: nothing to do. 1, 2, 3: INSERT, UPDATE, DELETE into the first table of the buffer; 4, 5, 6: into the second, see _purge(). 7: to be looked at.
+    way int := CASE
+        WHEN to_regclass('pgtrickle_changes.turn_%1$s') IS NULL%2$s THEN 0 -- a new node, which nobody reads yet: who will starts over
+        WHEN TG_OP = 'TRUNCATE' OR current_setting('transaction_isolation') <> 'read committed'
+             OR set_config('pgtrickle.captures', TG_RELID::text, true) IS NULL -- never: it is for _shard_fits()
+        THEN 7
+        ELSE CASE TG_OP WHEN 'INSERT' THEN 1 WHEN 'UPDATE' THEN 2 ELSE 3 END
+             + CASE pg_sequence_last_value(to_regclass('pgtrickle_changes.turn_%1$s')) %% 2 WHEN 0 THEN 3 ELSE 0 END END;
+    spare boolean;
     wanting text;
     fits boolean;
-    noted boolean := false;
-    turn regclass := to_regclass('pgtrickle_changes.turn_%1$s');
-    -- Which of the two tables is written: see _purge().
-    spare boolean := coalesce(pg_sequence_last_value(turn) %% 2 = 0, false);
-    -- For _shard_fits().
-    captures text := set_config('pgtrickle.captures', TG_RELID::text, true);
 BEGIN
-    IF turn IS NULL THEN
-        RETURN NULL; -- a new node, which nobody reads yet: who will starts over%2$s
+    %7$sIF way = 0 THEN
+        RETURN NULL;
     ELSIF TG_OP = 'TRUNCATE' THEN
         IF to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL THEN
             IF EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = TG_RELID) THEN
@@ -108,80 +114,69 @@ BEGIN
         PERFORM pgtrickle._mark('%1$s', 'TRUNCATE');
         RETURN NULL;
     END IF;
-    -- Nearly always all is well, and known with one statement: each costs a single-row writer some microseconds.
-    IF current_setting('transaction_isolation') = 'read committed'
-       AND pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass
-                                        ELSE 'pgtrickle_changes.changes_%1$s' END) <= %6$s THEN
-        IF TG_OP = 'INSERT' THEN
-            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_new) AND pgtrickle._shard_fits(%3$s);
-        ELSE
-            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%1$s', pg_current_xact_id()::text::bigint WHERE EXISTS (SELECT FROM __pgt_old) AND pgtrickle._shard_fits(%3$s);
-        END IF;
-        noted := FOUND;
-    END IF;
-    IF NOT noted THEN
-        IF TG_OP = 'INSERT' THEN
-            IF NOT EXISTS (SELECT FROM __pgt_new) THEN
-                RETURN NULL;
-            END IF;
-        ELSIF NOT EXISTS (SELECT FROM __pgt_old) THEN
-            RETURN NULL;
-        END IF;
-        IF current_setting('transaction_isolation') = 'read committed' THEN
-            fits := pgtrickle._shard_fits_now(TG_RELID, %3$s);
-        ELSIF TG_OP = 'DELETE' THEN
-            fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
-            IF fits THEN
-                fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
-            END IF;
-        ELSE
-            fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
-            IF fits THEN
-                fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
-            END IF;
-        END IF;
-        IF NOT fits THEN
-            wanting := 'SCHEMA';
-        ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass
-                                           ELSE 'pgtrickle_changes.changes_%1$s' END) > %6$s
-              AND pgtrickle._overflows('pgtrickle_changes.changes_%1$s') THEN
-            wanting := 'OVERFLOW';
-        END IF;
-        IF wanting IS NOT NULL THEN
-            PERFORM pgtrickle._mark('%1$s', wanting);
-            RETURN NULL;
-        END IF;
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES ('%1$s', pg_current_xact_id()::text::bigint);
-    END IF;
+
     IF TG_OP = 'INSERT' THEN
-        %7$s
-    ELSIF TG_OP = 'UPDATE' THEN
-        %8$s
+        IF NOT EXISTS (SELECT FROM __pgt_new) THEN
+            RETURN NULL;
+        END IF;
+    ELSIF NOT EXISTS (SELECT FROM __pgt_old) THEN
+        RETURN NULL;
+    END IF;
+    IF current_setting('transaction_isolation') = 'read committed' THEN
+        fits := pgtrickle._shard_fits_now(TG_RELID, %3$s);
+    ELSIF TG_OP = 'DELETE' THEN
+        fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
+        IF fits THEN
+            fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
+        END IF;
     ELSE
-        %9$s
+        fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
+        IF fits THEN
+            fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
+        END IF;
+    END IF;
+    spare := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
+    IF NOT fits THEN
+        wanting := 'SCHEMA';
+    ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass ELSE 'pgtrickle_changes.changes_%1$s' END) > %6$s
+          AND pgtrickle._overflows('pgtrickle_changes.changes_%1$s') THEN
+        wanting := 'OVERFLOW';
+    END IF;
+    IF wanting IS NOT NULL THEN
+        PERFORM pgtrickle._mark('%1$s', wanting);
+        RETURN NULL;
+    END IF;
+    INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES ('%1$s', txid_current());
+    %8$s
     END IF;
     RETURN NULL;
 END
 $body$,
         definition ->> 'stable_name',
-        -- A change of a reference table happens on every node.
-        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$
-    ELSIF pgtrickle._citus_group() <> 0 THEN
-        RETURN NULL; -- the coordinator has the same change$body$ ELSE '' END,
-        format('%L, %L, %L',
-               array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int), array_agg(c ->> 'type' ORDER BY (c ->> 'attnum')::int),
-               array_agg((c ->> 'typmod')::int ORDER BY (c ->> 'attnum')::int)),
-        format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
-               array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)),
-        string_agg(format('coalesce(pg_typeof(r.%I) = %s, false)', c ->> 'name', pgtrickle._type_text(c)), ' AND ' ORDER BY (c ->> 'attnum')::int),
-        pgtrickle._setting('max_buffer_rows'),
-        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), 1%s FROM __pgt_new AS r'),
-        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%1$s FROM __pgt_old AS r'
-                              ' UNION ALL SELECT (SELECT pg_current_xact_id()::text::bigint), 1%1$s FROM __pgt_new AS r'),
-        pgtrickle._shard_rows(definition, 'SELECT (SELECT pg_current_xact_id()::text::bigint), -1%s FROM __pgt_old AS r'))
-    FROM jsonb_array_elements(definition -> 'columns') AS c
+        -- A change of a reference table happens on every node: the coordinator's is captured.
+        CASE WHEN definition ->> 'placement' = 'reference' THEN ' OR pgtrickle._citus_group() <> 0' ELSE '' END,
+        c.expected, c.named, c.typed, pgtrickle._setting('max_buffer_rows'),
+        -- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
+        (SELECT string_agg(format($body$IF way = %s THEN
+        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+        SELECT %L, txid_current() WHERE EXISTS (SELECT FROM %s) AND pgtrickle._shard_fits(%s)
+            AND pg_stat_get_live_tuples('pgtrickle_changes.%s'::regclass) <= %s;
+        IF FOUND THEN
+            %s;
+            RETURN NULL;
+        END IF;
+    ELS$body$, w.way, definition ->> 'stable_name', CASE WHEN w.operation = 'INSERT' THEN '__pgt_new' ELSE '__pgt_old' END, c.expected,
+                                  w.part, pgtrickle._setting('max_buffer_rows'), w.store), '' ORDER BY w.way)
+         FROM pgtrickle._shard_ways(definition) AS w),
+        (SELECT string_agg(format(E'IF TG_OP = %L AND spare = %L THEN\n        %s;', w.operation, w.way > 3, w.store), E'\n    ELS' ORDER BY w.way)
+         FROM pgtrickle._shard_ways(definition) AS w))
+    FROM (SELECT format('%L, %L, %L',
+                     array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int), array_agg(c ->> 'type' ORDER BY (c ->> 'attnum')::int),
+                     array_agg((c ->> 'typmod')::int ORDER BY (c ->> 'attnum')::int)) AS expected,
+                 format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
+                     array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)) AS named,
+                 string_agg(format('coalesce(pg_typeof(r.%I) = %s, false)', c ->> 'name', pgtrickle._type_text(c)), ' AND ' ORDER BY (c ->> 'attnum')::int) AS typed
+          FROM jsonb_array_elements(definition -> 'columns') AS c) AS c
 $$;
 
 -- A column's type as the text of a capture function names it. One that a user may rename or drop must not make writers fail.
@@ -191,18 +186,21 @@ AS $$
     SELECT format(CASE WHEN (col ->> 'builtin')::boolean THEN '%L::regtype' ELSE 'to_regtype(%L)' END, col ->> 'type')
 $$;
 
--- The rows of a transition table into one of the two tables of the buffer.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_rows(definition jsonb, rows text) RETURNS text
+-- The statements that store changes, for each way that a writer's changes can go.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_ways(definition jsonb) RETURNS TABLE (way int, operation text, part text, store text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format($body$IF spare THEN
-            INSERT INTO pgtrickle_changes.spare_%1$s (__pgt_xid, __pgt_w%2$s) %3$s;
-        ELSE
-            INSERT INTO pgtrickle_changes.changes_%1$s (__pgt_xid, __pgt_w%2$s) %3$s;
-        END IF;$body$,
-        definition ->> 'stable_name', string_agg(', c' || (c ->> 'attnum'), '' ORDER BY (c ->> 'attnum')::int),
-        format(rows, string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY (c ->> 'attnum')::int)))
-    FROM jsonb_array_elements(definition -> 'columns') AS c
+    SELECT o.number + p.number, o.operation, p.part,
+           format('INSERT INTO pgtrickle_changes.%s (__pgt_xid, __pgt_w%s) ', p.part, c.targets) || format(o.rows, c.selected)
+    FROM (SELECT string_agg(', c' || (c ->> 'attnum'), '' ORDER BY (c ->> 'attnum')::int) AS targets,
+                 string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY (c ->> 'attnum')::int) AS selected
+          FROM jsonb_array_elements(definition -> 'columns') AS c) AS c
+    CROSS JOIN (VALUES (0, 'changes_' || (definition ->> 'stable_name')), (3, 'spare_' || (definition ->> 'stable_name'))) AS p (number, part)
+    CROSS JOIN (VALUES (1, 'INSERT', 'SELECT txid_current(), 1%s FROM __pgt_new AS r'),
+                       (2, 'UPDATE', 'SELECT txid_current(), -1%1$s FROM __pgt_old AS r'
+                                     ' UNION ALL SELECT txid_current(), 1%1$s FROM __pgt_new AS r'),
+                       (3, 'DELETE', 'SELECT txid_current(), -1%s FROM __pgt_old AS r')
+               ) AS o (number, operation, rows)
 $$;
 
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
