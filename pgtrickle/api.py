@@ -13,26 +13,17 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from pgtrickle.catalog.databases import (
-    DatabaseSet,
-    RegisteredDatabase,
-    register,
-    register_set,
-    registered,
-    registered_sets,
-    remove,
-    storable,
-)
+from pgtrickle.api_databases import OtherDatabases
+from pgtrickle.api_errors import clear_errors
 from pgtrickle.catalog.install import install, require_installed, uninstall, upgrade
 from pgtrickle.compile.place import AcrossDatabases
 from pgtrickle.delta.program import Program
 from pgtrickle.engine.connection import connect as open_connection
-from pgtrickle.engine.elsewhere import NotThereError
 from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.reach import check_catalog, is_node, told
+from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import (
@@ -42,9 +33,7 @@ from pgtrickle.errors import (
     NotDifferentiableError,
     NotInTimeError,
     PgtrickleError,
-    PrivilegeError,
     RefreshError,
-    StreamTableExistsError,
     StreamTableNotFoundError,
 )
 
@@ -117,7 +106,7 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
     return Database(conn, on_step)
 
 
-class Database:
+class Database(OtherDatabases):
     """One PostgreSQL database whose stream tables are looked after."""
 
     def __init__(self, conn: psycopg.Connection[Any], on_step: OnStep | None = None) -> None:
@@ -172,9 +161,9 @@ class Database:
         In a Citus cluster `st_placement` says where it is: local, reference or distributed, by a column if one is given.
         """
         require_installed(self.conn)
-        with self._tidy_where_refused(), _clear_errors(name):
+        with self._tidy_where_refused(), clear_errors(name):
             databases = self._import_named(query, refresh_mode)
-        with self._tidy_where_refused(), _clear_errors(name), self.conn.transaction():
+        with self._tidy_where_refused(), clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
             if databases:
                 _require_placeable(name, compiled)
@@ -259,9 +248,9 @@ class Database:
     ) -> StreamTable:
         """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
         id_ = self.id_of(name)
-        with _clear_errors(name):
+        with clear_errors(name):
             databases = self._import_named(query) if query is not None else []
-        with _clear_errors(name), self.conn.transaction():
+        with clear_errors(name), self.conn.transaction():
             row = self.engine.rows([id_])[0]
             compiled = self._compile(query) if query is not None else None
             if compiled is not None and databases:
@@ -285,105 +274,13 @@ class Database:
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
         id_ = self.id_of(name)
         databases = self.engine.rows([id_])[0].databases
-        with _clear_errors(name):
+        with clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
         # Where one cannot be reached, the service tells it later.
         with suppress(DatabaseFailedError):
             self.engine.elsewhere.unsubscribe_dropped(databases)
         if any(map(is_node, databases)):
             self.engine.cluster.tidy()
-
-    def add_database(self, name: str, dsn: str, *, roles: Sequence[str] = ()) -> RegisteredDatabase:
-        """Register another database, whose tables queries may then name as `name.schema.table`.
-
-        A password must not be in the DSN: name a variable instead, as `${CRM_PASSWORD}`. `roles` may use it besides
-        administrators. Registered again under the same name it gets another DSN.
-        """
-        require_installed(self.conn)
-        known = storable(dsn)
-        with self.engine.connections.open(name, known) as conn, told(name):
-            check_catalog(conn, name)
-            row = conn.execute("SELECT pgtrickle._node()").fetchone()
-        assert row is not None
-        with _plain_errors():
-            register(self.conn, name, known, row[0], roles)
-            self.engine.sets.settle()
-        return next(one for one in self.databases() if one.name == name)
-
-    def databases(self) -> list[RegisteredDatabase]:
-        """Other databases whose tables queries may name."""
-        require_installed(self.conn)
-        return registered(self.conn)
-
-    def check_database(self, name: str) -> str | None:
-        """Why a registered database cannot be read; None if it can."""
-        require_installed(self.conn)
-        try:
-            with self.engine.elsewhere.open(name) as conn:
-                check_catalog(conn, name)
-                row = conn.execute(
-                    "SELECT pgtrickle._node(), pg_is_in_recovery(),"
-                    " has_table_privilege('pgtrickle.pgt_consumers', 'INSERT, UPDATE, DELETE')"
-                ).fetchone()
-        except (PgtrickleError, psycopg.Error) as error:
-            return error.message if isinstance(error, PgtrickleError) else str(error).strip()
-        assert row is not None
-        node, in_recovery, may_write = row
-        twins = [one.name for one in self.databases() if one.node == node and one.name != name]
-        if in_recovery:
-            return "it is on a standby: register its primary"
-        if not may_write:
-            return "its user is not the service role there: `pgtrickle install --service-role` names it"
-        if twins:
-            return f"it is the same database as {twins[0]}"
-        return None
-
-    def remove_database(self, name: str) -> None:
-        require_installed(self.conn)
-        with _plain_errors():
-            remove(self.conn, name)
-
-    def import_table(self, database: str, table: str) -> None:
-        """Make a table of a registered database known here, so that SQL can name it too; or look at it again."""
-        require_installed(self.conn)
-        try:
-            with _plain_errors():
-                self.engine.sets.import_table(database, table)
-        except NotThereError as error:
-            raise InvalidQueryError(
-                f"database {error.database} has no table {table}", "Name it as schema.table; mind who may see it there."
-            ) from error
-
-    def add_database_set(
-        self,
-        name: str,
-        members: Sequence[str] = (),
-        *,
-        pattern: str | None = None,
-        server: str | None = None,
-        roles: Sequence[str] = (),
-    ) -> DatabaseSet:
-        """Register a set of databases: `name.schema.table` then stands for that table in all of them.
-
-        Members are the registered databases that are named, and those whose names fit the pattern (`tenant_*`), also
-        those that are registered later. With the DSN of a server its databases that fit it are registered by themselves.
-        """
-        require_installed(self.conn)
-        if not members and pattern is None:
-            raise InvalidQueryError(
-                f"set {name} has neither members nor a pattern", "Name databases, or give a pattern."
-            )
-        if server is not None and pattern is None:
-            raise InvalidQueryError(f"set {name} has a server but no pattern", "Give one, such as tenant_*.")
-        with _plain_errors():
-            register_set(self.conn, name, pattern, members, storable(server) if server is not None else None, roles)
-            self.engine.sets.settle()
-        return next(one for one in self.database_sets() if one.name == name)
-
-    def database_sets(self) -> list[DatabaseSet]:
-        """Sets of databases, with their members."""
-        require_installed(self.conn)
-        return registered_sets(self.conn)
 
     def _import_named(self, query: str, refresh_mode: str = "AUTO") -> list[str]:
         """Make the tables of other databases known that a query names; gives those databases."""
@@ -418,14 +315,6 @@ class Database:
         with self._candidate(query) as view:
             tables = self.engine.cluster.distributed(view, refresh_mode)
         return set(self.engine.cluster.spread(tables))
-
-    def resolve_foreign_table(self, table: str, database: str | None = None) -> str | None:
-        """Say which registered database a foreign table of postgres_fdw stands for, or find out; None where that fails."""
-        require_installed(self.conn)
-        with _plain_errors():
-            row = self.conn.execute("SELECT %s::regclass::oid::bigint", (table,)).fetchone()
-            assert row is not None
-            return self.engine.elsewhere.servers.resolve(row[0], database)
 
     def stream_tables(self) -> list[StreamTable]:
         """All stream tables of the database."""
@@ -466,7 +355,7 @@ class Database:
     def wait_until_fresh(self, name: str, timeout: float = 60.0) -> None:
         """Return when the stream table includes everything that was committed before the call. Needs a service."""
         require_installed(self.conn)
-        with _clear_errors(name):
+        with clear_errors(name):
             self.conn.execute(
                 "CALL pgtrickle.wait_until_fresh(%s, make_interval(secs => %s))", (name, timeout), prepare=False
             )
@@ -474,7 +363,7 @@ class Database:
     def request_refresh(self, name: str, *, key: str | None = None) -> int:
         """Ask the service for a refresh; gives the request's id. Under a key that was used before it is the same one."""
         require_installed(self.conn)
-        with _clear_errors(name):
+        with clear_errors(name):
             row = self.conn.execute("SELECT pgtrickle.manual_refresh(%s, %s)", (name, key)).fetchone()
         assert row is not None
         return int(row[0])
@@ -584,44 +473,3 @@ def _storable_key(program: Program | None) -> Iterable[str] | None:
         return None
     types = {column.name: column.type for column in program.output}
     return program.key if all(types[name].groupable for name in program.key) else None
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """PostgreSQL's errors about what is not a stream table, with their hints."""
-    try:
-        yield
-    except psycopg.OperationalError:
-        raise
-    except psycopg.Error as error:
-        ours = PrivilegeError if isinstance(error, psycopg.errors.InsufficientPrivilege) else InvalidQueryError
-        raise ours(error.diag.message_primary or str(error), error.diag.message_hint) from error
-
-
-class _clear_errors:
-    """Turns PostgreSQL's errors about a stream table into ours."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not isinstance(error, psycopg.Error) or isinstance(error, psycopg.OperationalError):
-            return
-        message, hint = error.diag.message_primary or str(error), error.diag.message_hint
-        if isinstance(error, psycopg.errors.FeatureNotSupported) and message.startswith("cross-database references"):
-            name = message.partition('"')[2].partition(".")[0]
-            hint = f"Register the other database: pgtrickle database add {name} DSN"
-        classes: dict[type[psycopg.Error], type[Any]] = {
-            psycopg.errors.DuplicateTable: StreamTableExistsError,
-            psycopg.errors.InsufficientPrivilege: PrivilegeError,
-            psycopg.errors.UndefinedObject: StreamTableNotFoundError,
-        }
-        for known, ours in classes.items():
-            if isinstance(error, known):
-                raise ours(message, hint) from error
-        raise InvalidQueryError(f"{self.name}: {message}", hint) from error

@@ -476,8 +476,8 @@ def test_status_tells_of_nodes_and_what_is_captured_there(shop: Shop) -> None:
 
 
 def test_large_tables_are_read_shard_by_shard(shop: Shop) -> None:
-    shop.db.engine.reading.large = 1 << 20
-    shop.conn.execute("INSERT INTO t SELECT i, i % 10, i % 1000 FROM generate_series(200000, 300000) AS i")
+    shop.db.engine.reading.large = 1 << 18
+    shop.conn.execute("INSERT INTO t SELECT i, i % 10, i % 1000 FROM generate_series(200000, 240000) AS i")
     shop.create("totals", "rows", "named", st_placement="distributed")
     shards = {text.split("t_1")[1][:5] for text in shop.db.engine.statements if "t_1" in text}
     assert len(shards) == 4, shop.db.engine.statements

@@ -369,8 +369,8 @@ def test_two_services_share_the_work_and_do_nothing_twice(database: TestDatabase
 def test_a_long_interval_does_not_lose_the_lease(database: TestDatabase, shop: Connection) -> None:
     with running_service(database.dsn, database.name, lease_seconds=2):
         until(lambda: value(shop, "SELECT count(*) FROM pgtrickle.pgt_services") == 1)
-        shop.execute("SELECT pgtrickle.set('scheduler_interval_ms', '60000')")
-        until(lambda: value(shop, "SELECT settings ->> 'scheduler_interval_ms' FROM pgtrickle.pgt_services") == "60000")
+        shop.execute("SELECT pgtrickle.set('scheduler_interval_ms', '12000')")
+        until(lambda: value(shop, "SELECT settings ->> 'scheduler_interval_ms' FROM pgtrickle.pgt_services") == "12000")
         seen = value(shop, "SELECT last_seen FROM pgtrickle.pgt_services")
         later = "SELECT last_seen > %s + interval '3 seconds' FROM pgtrickle.pgt_services"
         until(lambda: value(shop, later, seen), "a renewal after more than a lease")
