@@ -296,7 +296,8 @@ def _few_shards(
     for name, (key, found) in keys.items():
         if found is None or key.column.type.is_array or named.get(key.column.id) != shards.column:
             continue
-        with told(reader.database):
+        with told(reader.database), reader.conn.transaction():
+            set_local(reader.conn, reader.settings)  # the keys were printed under these
             few = {hole: shards.holding(reader.conn, key.column.type.name, found.values)}
         # Of an earlier version changes are undone, those of other keys too.
         return few | ({name: sql.SQL("true")} if scan.version is Version.NEW else {})

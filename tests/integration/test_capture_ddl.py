@@ -260,6 +260,7 @@ def test_a_renamed_table_is_still_captured(db: Connection, other: Connection) ->
 
 def test_rename_and_swap_does_not_merge_two_tables(db: Connection) -> None:
     name = prepare(db)
+    db.execute("SELECT pgtrickle.create_stream_table('reader', 'SELECT id FROM t')")
     db.execute("ALTER TABLE t RENAME TO t_old; CREATE TABLE t (LIKE t_old); INSERT INTO t SELECT * FROM t_old")
     rows = buffer_rows(db, name)
     write(db)
@@ -269,6 +270,16 @@ def test_rename_and_swap_does_not_merge_two_tables(db: Connection) -> None:
     assert "another name" in str(caught.value.diag.message_hint)
     with exactly_captured(db, "t_old"):
         db.execute("DELETE FROM t_old")
+
+
+def test_what_nobody_reads_any_more_does_not_keep_its_name(db: Connection) -> None:
+    """What is left of a stream table that was dropped by hand, on a table that has another name now."""
+    prepare(db)
+    db.execute("SELECT pgtrickle.create_stream_table('reader', 'SELECT id FROM t')")
+    db.execute("DROP TABLE reader")
+    db.execute("ALTER TABLE t RENAME TO former; CREATE TABLE t (id int PRIMARY KEY)")
+    db.execute("SELECT pgtrickle.create_stream_table('another', 'SELECT id FROM t')")
+    assert db.execute("SELECT source_relid::text FROM pgtrickle.pgt_change_tracking").fetchall() == [("t",)]
 
 
 def test_a_dropped_table_makes_room_for_its_successor(db: Connection) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -197,6 +199,129 @@ def test_lookups_go_to_the_shards_that_can_have_the_rows(shop: Shop) -> None:
         shop.conn.execute("UPDATE named SET v = -v WHERE name = ANY (%s)", ([f"n{i}", f"n{i + 1}"],))
         shop.conn.execute("DELETE FROM picks WHERE id = %s", (i + 1,))
         shop.refresh()
+
+
+def test_lookups_by_keys_that_nodes_would_read_otherwise(shop: Shop) -> None:
+    """Labels of an enum have another number, and so another hash, on every node; dates another text under other settings."""
+    shop.conn.execute("CREATE TYPE mood AS ENUM ('a', 'b', 'c', 'd', 'e', 'f')")
+    for name, type_ in (("moods", "mood"), ("days", "date")):
+        shop.conn.execute(f"CREATE TABLE {name} (k {type_} PRIMARY KEY, v int)".encode())
+        shop.conn.execute(f"SELECT create_distributed_table('{name}', 'k')".encode())
+        shop.conn.execute(f"CREATE TABLE of_{name} (id int PRIMARY KEY, k {type_})".encode())
+    shop.conn.execute("INSERT INTO moods SELECT m, 1 FROM unnest(enum_range(NULL::mood)) AS m")
+    shop.conn.execute("INSERT INTO days SELECT DATE '2024-01-01' + i, i FROM generate_series(0, 365) AS i")
+    shop.queries = {
+        "by_mood": "SELECT p.id, t.v FROM of_moods p LEFT JOIN moods t USING (k)",
+        "by_day": "SELECT p.id, t.v FROM of_days p LEFT JOIN days t USING (k)",
+    }
+    with psycopg.connect(shop.cluster.dsn(), autocommit=True) as plain:
+        plain.execute("SET datestyle = 'SQL, DMY'")
+        for name, query in shop.queries.items():
+            plain.execute("SELECT pgtrickle.create_stream_table(%s, %s, st_placement => 'local')", (name, query))
+    shop.refresh()
+    shop.conn.execute("INSERT INTO of_moods SELECT row_number() OVER (), m FROM unnest(enum_range(NULL::mood)) AS m")
+    shop.conn.execute("INSERT INTO of_days SELECT i, DATE '2024-03-05' + 17 * i FROM generate_series(0, 17) AS i")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_other_schemas_and_names_that_need_quotes(shop: Shop) -> None:
+    shop.conn.execute('CREATE SCHEMA "Sales-EU"')
+    table = '"Sales-EU"."Or""ders %s"'
+    shop.conn.execute(f'CREATE TABLE {table} ("Id" int PRIMARY KEY, "we%ird ""x" text, v int)'.encode())
+    shop.conn.execute("SELECT create_distributed_table(%s, 'Id')", (table,))
+    shop.conn.execute(f"INSERT INTO {table} SELECT i, 'n' || i, i FROM generate_series(1, 100) AS i".encode())
+    shop.queries = {
+        "odd": f'SELECT o."Id", o."we%ird ""x" AS name, l.name AS region FROM {table} o LEFT JOIN loc l ON l.grp = o."Id"',
+        "odds": f"SELECT v % 3 AS rest, count(*) AS n FROM {table} GROUP BY 1",
+    }
+    for name, query in shop.queries.items():
+        shop.db.create_stream_table(name, query)
+    for i in range(2):
+        shop.conn.execute(f'UPDATE {table} SET v = v + 1 WHERE "Id" BETWEEN {i} AND {i + 20}'.encode())
+        shop.conn.execute(f'DELETE FROM {table} WHERE "Id" = {50 + i}'.encode())
+        shop.goes_on()
+
+
+def test_joins_that_citus_would_not_plan(shop: Shop) -> None:
+    query = "SELECT a.id, b.id AS other FROM t a JOIN t b ON a.v = b.grp WHERE a.id < 50"  # a repartition join
+    shop.db.create_stream_table("pairs", query, st_placement="local")
+    shop.queries["pairs"] = query
+    shop.goes_on()
+    with (
+        psycopg.connect(shop.cluster.dsn(), autocommit=True) as plain,
+        pytest.raises(psycopg.errors.FeatureNotSupported, match="FULL JOIN"),
+    ):
+        plain.execute(
+            "SELECT pgtrickle.create_stream_table('no', 'SELECT a.name FROM loc a FULL JOIN loc b ON a.grp < b.grp')"
+        )
+
+
+def test_writers_on_a_node_without_a_catalog(shop: Shop) -> None:
+    """Citus copies triggers and their functions there, and nothing else of ours."""
+    shop.create("referenced", "totals")
+    shop.cluster.add(3)
+    shop.admin.execute("SELECT replicate_reference_tables('block_writes')")
+    shop.conn.execute("UPDATE ref SET name = 'new' WHERE grp < 5")
+    shop.conn.execute("DELETE FROM ref WHERE grp = 9")
+    with psycopg.connect(shop.cluster.superuser_dsn(3)) as node:
+        assert node.execute("SELECT to_regnamespace('pgtrickle')").fetchone() == (None,)
+    shop.goes_on()
+
+
+def test_the_rest_of_a_transaction_is_left_as_it_was(shop: Shop) -> None:
+    """Nodes wait for locks as long as they did before our DDL was sent to them."""
+    settings = [
+        "lock_timeout",
+        "citus.enable_ddl_propagation",
+        "citus.enable_unsafe_triggers",
+        "citus.propagate_set_commands",
+    ]
+    asked = "SELECT array_agg(current_setting(name)) FROM unnest(%s::text[]) AS name"
+    shop.create("totals")
+    before = shop.conn.execute(asked, (settings,)).fetchone()
+    holder = psycopg.connect(shop.cluster.dsn(), autocommit=False)
+    holder.execute("UPDATE t SET v = 0 WHERE id = 1")
+
+    def release() -> None:
+        """Once somebody has waited longer than we would."""
+        long = "SELECT count(*) FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '0.8 s'"
+        with ExitStack() as stack:
+            conns = [
+                stack.enter_context(psycopg.connect(shop.cluster.superuser_dsn(i), autocommit=True)) for i in (1, 2)
+            ]
+            while all(conn.execute(long).fetchone() == (0,) for conn in conns):
+                stop.wait(0.05)
+        holder.rollback()
+
+    stop = threading.Event()
+    waiting = threading.Thread(target=release)
+    with shop.conn.transaction():
+        shop.conn.execute("SELECT pgtrickle.drop_stream_table('totals')")
+        assert shop.conn.execute(asked, (settings,)).fetchone() == before
+        waiting.start()
+        shop.conn.execute("UPDATE t SET v = 1 WHERE id = 1")
+    waiting.join()
+    holder.close()
+    assert shop.conn.execute("SELECT v FROM t WHERE id = 1").fetchone() == (1,)
+
+
+def test_functions_are_called_by_those_who_may(shop: Shop) -> None:
+    """Expressions are evaluated on the nodes by the service's login: the rights of who creates are looked at before."""
+    shop.conn.execute("CREATE FUNCTION secret(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + 1000'")
+    shop.conn.execute("REVOKE EXECUTE ON FUNCTION secret(int) FROM PUBLIC")
+    shop.admin.execute("CREATE ROLE bob")
+    try:
+        shop.admin.execute("GRANT CREATE ON SCHEMA public TO bob")
+        shop.conn.execute("GRANT SELECT, TRIGGER ON t TO bob")
+        shop.admin.execute("SET ROLE bob")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match=r"bob may not call .*secret"):
+            shop.admin.execute(
+                "SELECT pgtrickle.create_stream_table('s', 'SELECT id FROM t WHERE secret(v) > 3', st_placement => 'local')"
+            )
+    finally:
+        shop.admin.execute("RESET ROLE")
+        shop.admin.execute("DROP OWNED BY bob")
+        shop.admin.execute("DROP ROLE bob")
 
 
 def test_truncate_starts_over(shop: Shop) -> None:

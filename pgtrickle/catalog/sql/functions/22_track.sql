@@ -59,7 +59,7 @@ DECLARE
     taken_by oid;
 BEGIN
     SELECT source_relid INTO taken_by FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
-    IF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) THEN
+    IF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) AND NOT pgtrickle._is_unused(stable_name) THEN
         RAISE EXCEPTION '% cannot be tracked: the changes of %, which had that name before, are stored under it',
                 source, taken_by::regclass
             USING ERRCODE = 'duplicate_object',

@@ -128,6 +128,8 @@ BEGIN
     IF known.filling THEN
         RETURN 0;
     END IF;
+    -- No snapshot has its own transaction among those that run.
+    known.running := array_remove(known.running || pg_current_xact_id_if_assigned()::text::bigint, NULL);
     DELETE FROM pgtrickle_changes.pgt_markers
     WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
     DELETE FROM pgtrickle_changes.pgt_activity

@@ -98,6 +98,12 @@ BEGIN
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Its result would differ each time. Store such values in a table, or declare the function STABLE or IMMUTABLE if it is.';
     END IF;
+    SELECT string_agg(DISTINCT fn::regprocedure::text, ', ') INTO offending
+    FROM pgtrickle._functions_used(view) AS f JOIN pg_class AS c ON c.oid = view WHERE NOT has_function_privilege(c.relowner, f.fn, 'EXECUTE');
+    IF offending IS NOT NULL THEN
+        RAISE EXCEPTION 'role % may not call %', (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view), offending
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the function to GRANT EXECUTE on it.';
+    END IF;
     offending := pgtrickle._function_conflicts(view);
     IF offending IS NOT NULL THEN
         RAISE EXCEPTION 'the query calls functions that are not the same in all databases that it reads: %', offending

@@ -74,22 +74,22 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     RETURN QUERY
-    SELECT s.shardid, format('%I.%I', n.nspname, shard_name(s.logicalrelid, s.shardid, true)), s.shardminvalue::integer, s.shardmaxvalue::integer
+    SELECT s.shardid, shard_name(s.logicalrelid, s.shardid, false), s.shardminvalue::integer, s.shardmaxvalue::integer
     FROM pg_dist_shard AS s
     JOIN pg_dist_placement AS p USING (shardid)
-    JOIN pg_class AS c ON c.oid = s.logicalrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
     WHERE s.logicalrelid = relation AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) AND p.shardstate = 1
     ORDER BY s.shardid;
 END
 $$;
 
--- The column by whose hash the shards of a table can be told: not where strings are equal that are not the same, for which it takes the
--- column's own collation.
+-- The column by whose hash the shards of a table can be told: one of a type that all nodes hash alike. The labels of an enum and what regclass and
+-- its kin name have other numbers on every node; strings that are equal and not the same take the column's own collation.
 CREATE OR REPLACE FUNCTION pgtrickle._shards_told_by(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT a.attname FROM pg_attribute AS a LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
+    SELECT a.attname FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
     WHERE a.attrelid = relation AND a.attname = pgtrickle._distribution_column(relation) AND coalesce(c.collisdeterministic, true)
+      AND t.typnamespace = 'pg_catalog'::regnamespace AND t.typtype = 'b' AND t.typcategory <> 'A' AND t.typname NOT LIKE 'reg%'
 $$;
 
 -- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.

@@ -93,7 +93,7 @@ AS $$
 DECLARE
     -- 0: nothing to do. 1, 2, 3: INSERT, UPDATE, DELETE into the first table of the buffer; 4, 5, 6: into the second, see _purge(). 7: to be looked at.
     way int := CASE
-        WHEN to_regclass('pgtrickle_changes.turn_%1$s') IS NULL%2$s THEN 0 -- a new node, which nobody reads yet: who will starts over
+        WHEN to_regclass('pgtrickle_changes.turn_%1$s') IS NULL THEN 0 -- a new node, which nobody reads yet: who will starts over
         WHEN TG_OP = 'TRUNCATE' OR current_setting('transaction_isolation') <> 'read committed'
              OR set_config('pgtrickle.captures', TG_RELID::text, true) IS NULL -- never: it is for _shard_fits()
         THEN 7
@@ -103,7 +103,7 @@ DECLARE
     wanting text;
     fits boolean;
 BEGIN
-    %7$sIF way = 0 THEN
+    %2$s%7$sIF way = 0 THEN
         RETURN NULL;
     ELSIF TG_OP = 'TRUNCATE' THEN
         IF to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL THEN
@@ -153,8 +153,14 @@ BEGIN
 END
 $body$,
         definition ->> 'stable_name',
-        -- A change of a reference table happens on every node: the coordinator's is captured.
-        CASE WHEN definition ->> 'placement' = 'reference' THEN ' OR pgtrickle._citus_group() <> 0' ELSE '' END,
+        -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such function.
+        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$IF way = 0 THEN
+        RETURN NULL;
+    END IF;
+    IF pgtrickle._citus_group() <> 0 THEN
+        RETURN NULL;
+    END IF;
+    $body$ ELSE '' END,
         c.expected, c.named, c.typed, pgtrickle._setting('max_buffer_rows'),
         -- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
         (SELECT string_agg(format($body$IF way = %s THEN
@@ -323,15 +329,30 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- Lets DDL reach the shards, on all nodes, until it is said otherwise, and has them wait for locks no longer than we do: Citus passes on what SET
--- LOCAL says, and nothing else.
-CREATE OR REPLACE FUNCTION pgtrickle._send_ddl(timeout text) RETURNS void
+-- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET LOCAL says, and nothing
+-- else. Gives what was set before, for _end_ddl().
+CREATE OR REPLACE FUNCTION pgtrickle._send_ddl() RETURNS jsonb
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    former jsonb := (SELECT jsonb_object_agg(name, current_setting(name))
+                     FROM unnest(ARRAY['lock_timeout', 'citus.enable_ddl_propagation', 'citus.enable_unsafe_triggers',
+                                       'citus.propagate_set_commands']) AS name);
 BEGIN
     PERFORM set_config('citus.enable_ddl_propagation', 'on', true), set_config('citus.enable_unsafe_triggers', 'on', true),
             set_config('citus.propagate_set_commands', 'local', true);
-    EXECUTE format('SET LOCAL lock_timeout = %L', timeout);
+    EXECUTE format('SET LOCAL lock_timeout = %L', former ->> 'lock_timeout');
+    RETURN former;
+END
+$$;
+
+-- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here are what they were.
+CREATE OR REPLACE FUNCTION pgtrickle._end_ddl(former jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    SET LOCAL lock_timeout TO DEFAULT;
+    PERFORM set_config(s.key, s.value, true) FROM jsonb_each_text(former) AS s;
 END
 $$;
 
@@ -342,7 +363,7 @@ AS $$
 DECLARE
     definition jsonb := pgtrickle._shard_capture(source);
     stable_name text := definition ->> 'stable_name';
-    former text;
+    former jsonb;
     operation text;
     trigger_name text;
 BEGIN
@@ -354,16 +375,17 @@ BEGIN
                   HINT = 'SELECT citus_set_coordinator_host(…) and SELECT replicate_reference_tables() give it one.';
     END IF;
     PERFORM pgtrickle._fit_shards(definition);
-    former := current_setting('citus.enable_ddl_propagation');
     IF pgtrickle._citus_placement(source) <> 'local' THEN
-        PERFORM pgtrickle._send_ddl(current_setting('lock_timeout'));
+        former := pgtrickle._send_ddl();
     END IF;
     FOREACH operation IN ARRAY ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE'] LOOP
         trigger_name := 'pgtrickle_capture_' || lower(operation) || '_' || stable_name;
         CONTINUE WHEN EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname = trigger_name AND t.tgenabled = 'O');
         PERFORM pgtrickle._create_shard_trigger(source, operation, stable_name, '');
     END LOOP;
-    PERFORM set_config('citus.enable_ddl_propagation', former, true);
+    IF former IS NOT NULL THEN
+        PERFORM pgtrickle._end_ddl(former);
+    END IF;
     PERFORM pgtrickle._attach_here(source, stable_name, false);
     RETURN stable_name;
 END
@@ -374,15 +396,15 @@ CREATE OR REPLACE FUNCTION pgtrickle._drop_capture_function(stable_name text) RE
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
-    former text := current_setting('citus.enable_ddl_propagation', true);
+    former jsonb;
 BEGIN
     IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
        AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
-        PERFORM pgtrickle._send_ddl(current_setting('lock_timeout'));
+        former := pgtrickle._send_ddl();
     END IF;
     EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
     IF former IS NOT NULL THEN
-        PERFORM set_config('citus.enable_ddl_propagation', former, true);
+        PERFORM pgtrickle._end_ddl(former);
     END IF;
 END
 $$;

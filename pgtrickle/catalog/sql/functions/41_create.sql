@@ -89,8 +89,9 @@ BEGIN
     EXCEPTION
         WHEN insufficient_privilege THEN
             NULL; -- _check_query() says it better
-        WHEN feature_not_supported THEN
-            IF NOT pgtrickle._has_citus() THEN -- it is one query; Citus cannot join every two tables, and need not
+        WHEN feature_not_supported OR internal_error THEN
+            -- It is one query, which was analysed; Citus cannot plan every join, and need not. Who needs it says so again.
+            IF NOT pgtrickle._has_citus() THEN
                 RAISE;
             END IF;
         WHEN invalid_cursor_definition THEN
@@ -243,14 +244,10 @@ BEGIN
     PERFORM pgtrickle._check_query(view);
     PERFORM pgtrickle._check_polled(view, refresh_mode);
     whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
-    BEGIN
-        -- What remains, such as the right to call a function.
+    -- What remains; but a query over distributed tables is never run as a whole, unless the coordinator computes it.
+    IF whole OR NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation)) THEN
         EXECUTE format('SELECT * FROM %s LIMIT 0', view);
-    EXCEPTION WHEN feature_not_supported THEN
-        IF whole OR NOT pgtrickle._has_citus() THEN
-            RAISE;
-        END IF;
-    END;
+    END IF;
     st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
     storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
     PERFORM pgtrickle._create_owner_functions(id);
