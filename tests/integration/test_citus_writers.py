@@ -16,14 +16,12 @@ import pgtrickle
 from pgtrickle.embedded.server import HOST, EmbeddedServer
 from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
-from tests.support.citus import Cluster, citus_binaries, cluster
+from tests.support.citus import Cluster, cluster
+from tests.support.citus_shop import needs_citus
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import until
 
-pytestmark = pytest.mark.skipif(
-    citus_binaries() is None,
-    reason="no Citus for PostgreSQL 18 in ~/.pgtrickle/citus, nor where PGTRICKLE_CITUS points",
-)
+pytestmark = needs_citus
 
 ACCOUNTS, EACH = 200, 1000
 QUERIES = {

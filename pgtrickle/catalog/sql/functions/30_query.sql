@@ -102,7 +102,9 @@ BEGIN
     FROM pgtrickle._functions_used(view) AS f JOIN pg_class AS c ON c.oid = view WHERE NOT has_function_privilege(c.relowner, f.fn, 'EXECUTE');
     IF offending IS NOT NULL THEN
         RAISE EXCEPTION 'role % may not call %', (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view), offending
-            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the function to GRANT EXECUTE on it.';
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('Ask its owner to run: GRANT EXECUTE ON FUNCTION %s TO %s;', offending,
+                                (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view));
     END IF;
     offending := pgtrickle._function_conflicts(view);
     IF offending IS NOT NULL THEN

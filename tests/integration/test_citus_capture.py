@@ -1,0 +1,332 @@
+"""Capture on the nodes of a Citus cluster: set up and taken down whole, and no hindrance to writers."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ExitStack
+from itertools import count
+
+import psycopg
+import pytest
+from psycopg.types.json import Jsonb
+
+from pgtrickle.errors import (
+    DatabaseFailedError,
+    NotDifferentiableError,
+)
+from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, needs_citus
+
+pytestmark = needs_citus
+
+
+def test_writers_on_a_node_without_a_catalog(shop: Shop) -> None:
+    """Citus copies triggers and their functions there, and nothing else of ours."""
+    shop.create("referenced", "totals")
+    shop.cluster.add(3)
+    shop.admin.execute("SELECT replicate_reference_tables('block_writes')")
+    shop.conn.execute("UPDATE ref SET name = 'new' WHERE grp < 5")
+    shop.conn.execute("DELETE FROM ref WHERE grp = 9")
+    with psycopg.connect(shop.cluster.superuser_dsn(3)) as node:
+        assert node.execute("SELECT to_regnamespace('pgtrickle')").fetchone() == (None,)
+    shop.goes_on()
+
+
+def test_the_rest_of_a_transaction_is_left_as_it_was(shop: Shop) -> None:
+    """Nodes wait for locks as long as they did before our DDL was sent to them."""
+    settings = [
+        "lock_timeout",
+        "citus.enable_ddl_propagation",
+        "citus.enable_unsafe_triggers",
+        "citus.propagate_set_commands",
+    ]
+    asked = "SELECT array_agg(current_setting(name)) FROM unnest(%s::text[]) AS name"
+    shop.create("totals")
+    before = shop.conn.execute(asked, (settings,)).fetchone()
+    holder = psycopg.connect(shop.cluster.dsn(), autocommit=False)
+    holder.execute("UPDATE t SET v = 0 WHERE id = 1")
+
+    def release() -> None:
+        """Once somebody has waited longer than we would."""
+        long = "SELECT count(*) FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '0.8 s'"
+        with ExitStack() as stack:
+            conns = [
+                stack.enter_context(psycopg.connect(shop.cluster.superuser_dsn(i), autocommit=True)) for i in (1, 2)
+            ]
+            while all(conn.execute(long).fetchone() == (0,) for conn in conns):
+                stop.wait(0.05)
+        holder.rollback()
+
+    stop = threading.Event()
+    waiting = threading.Thread(target=release)
+    with shop.conn.transaction():
+        shop.conn.execute("SELECT pgtrickle.drop_stream_table('totals')")
+        assert shop.conn.execute(asked, (settings,)).fetchone() == before
+        waiting.start()
+        shop.conn.execute("UPDATE t SET v = 1 WHERE id = 1")
+    waiting.join()
+    holder.close()
+    assert shop.conn.execute("SELECT v FROM t WHERE id = 1").fetchone() == (1,)
+
+
+def test_functions_are_called_by_those_who_may(shop: Shop) -> None:
+    """Expressions are evaluated on the nodes by the service's login: the rights of who creates are looked at before."""
+    shop.conn.execute("CREATE FUNCTION secret(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + 1000'")
+    shop.conn.execute("REVOKE EXECUTE ON FUNCTION secret(int) FROM PUBLIC")
+    shop.admin.execute("CREATE ROLE bob")
+    try:
+        shop.admin.execute("GRANT CREATE ON SCHEMA public TO bob")
+        shop.conn.execute("GRANT SELECT, TRIGGER ON t TO bob")
+        shop.admin.execute("SET ROLE bob")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege, match=r"bob may not call .*secret"):
+            shop.admin.execute(
+                "SELECT pgtrickle.create_stream_table('s', 'SELECT id FROM t WHERE secret(v) > 3', st_placement => 'local')"
+            )
+    finally:
+        shop.admin.execute("RESET ROLE")
+        shop.admin.execute("DROP OWNED BY bob")
+        shop.admin.execute("DROP ROLE bob")
+
+
+def test_truncate_starts_over(shop: Shop) -> None:
+    shop.create("totals", "referenced", "local")
+    shop.conn.execute("TRUNCATE t")
+    shop.conn.execute("INSERT INTO t VALUES (1, 1, 1000)")
+    action, reason = shop.refresh()["totals"]
+    assert action == "REINITIALIZE"
+    assert reason is not None
+    assert "truncated" in reason
+    shop.conn.execute("TRUNCATE ref")
+    shop.conn.execute("TRUNCATE loc")
+    assert [action for action, _ in shop.refresh().values()] == ["NO_DATA", "REINITIALIZE", "REINITIALIZE"]
+    shop.goes_on()
+
+
+def test_columns_change(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    shop.conn.execute("ALTER TABLE t ADD COLUMN extra int")
+    shop.goes_on()
+    query = "SELECT id, extra FROM t WHERE extra IS NOT NULL"
+    shop.db.create_stream_table("extra", query)
+    shop.queries["extra"] = query
+    shop.conn.execute("UPDATE t SET extra = id WHERE id < 100")
+    shop.goes_on()
+    shop.conn.execute("ALTER TABLE t RENAME COLUMN v TO value")
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 50")
+    shop.queries = {name: text.replace("v", "value") if name != "extra" else text for name, text in QUERIES.items()}
+    shop.queries = {name: shop.queries[name] for name in ("totals", "rows")} | {"extra": query}
+    shop.queries["rows"] = "SELECT id, value * 2 AS twice FROM t WHERE value > 500"
+    shop.queries["totals"] = "SELECT grp, count(*) AS n, sum(value) AS total FROM t GROUP BY grp"
+    shop.refresh()
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 20")
+    shop.refresh()
+
+
+def test_writers_with_plans_notice_every_alteration(shop: Shop) -> None:
+    """Capture looks at columns when a statement is planned, not when it runs: an ALTER must have it planned anew."""
+    shop.conn.execute("ALTER TABLE t ADD COLUMN w int DEFAULT 7, ADD COLUMN note text")
+    query = "SELECT id, {} AS value FROM t"
+    ids = count(70_000)
+
+    def write() -> None:
+        """All shards have seen each kind of statement often, by this session and one on a worker."""
+        for conn in (shop.conn, worker):
+            for i in range(40):
+                conn.execute("UPDATE t SET grp = grp + 1 WHERE id = %s", (200 + i,))
+                conn.execute("INSERT INTO t (id, grp) VALUES (%s, 1)", (next(ids),))
+                conn.execute("DELETE FROM t WHERE id = %s", (next(ids) - 50,))
+
+    with psycopg.connect(shop.cluster.dsn(1), autocommit=True) as worker:
+        shop.db.create_stream_table("all", query.format("v"), st_placement="local")
+        write()
+        for statements, value in (
+            (("RENAME v TO former", "RENAME w TO v"), "former"),
+            (("RENAME v TO w", "RENAME former TO v"), "v"),
+            (("ALTER grp TYPE bigint",), "v"),
+            (("ALTER note TYPE varchar(20)",), "v"),
+            (("DROP note", "ADD note int DEFAULT 3"), "v"),
+        ):
+            for statement in statements:
+                shop.conn.execute(f"ALTER TABLE t {statement}".encode())
+            write()
+            if not statements[0].startswith("RENAME"):
+                for node in (1, 2):
+                    with psycopg.connect(shop.cluster.superuser_dsn(node)) as there:
+                        marked = "SELECT FROM pgtrickle_changes.pgt_markers WHERE kind = 'SCHEMA'"
+                        assert there.execute(marked).fetchall(), f"{statements} on node {node}"
+            shop.queries = {"all": query.format(value)}
+            shop.refresh()
+            write()
+            assert shop.refresh()["all"][0] == "DIFFERENTIAL"
+
+
+def test_dropping_cleans_up_all_nodes(shop: Shop) -> None:
+    shop.create(*QUERIES)
+    shop.change()
+    shop.refresh()
+    for name in QUERIES:
+        shop.db.drop_stream_table(name)
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    assert shop.conn.execute("SELECT count(*) FROM t").fetchone() != (0,)
+
+
+def test_nobody_waits_for_ever_for_a_transaction_on_a_worker(shop: Shop) -> None:
+    shop.conn.execute("SELECT pgtrickle.set('lock_timeout_ms', '300')")
+    shop.db.conn.execute("SET statement_timeout = '60s'")
+    with psycopg.connect(shop.cluster.dsn(1)) as writer:
+        writer.execute("UPDATE t SET v = v + 1 WHERE id < 100")
+        with pytest.raises(psycopg.errors.LockNotAvailable, match="held by a transaction on another node"):
+            shop.create("totals")
+        writer.commit()
+        shop.create("totals", "rows")
+        writer.execute("UPDATE t SET v = v + 1 WHERE id < 100")
+        for name in ("totals", "rows"):
+            shop.db.drop_stream_table(name)
+        shop.queries = {}
+        writer.commit()  # what it wrote was captured, or not: it does not fail
+    shop.create("totals")
+    shop.refresh()
+    shop.goes_on()
+
+
+def test_what_cannot_be_captured_is_refused(shop: Shop) -> None:
+    shop.conn.execute("CREATE TABLE parted (id int, at date) PARTITION BY RANGE (at)")
+    shop.conn.execute("CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM ('2026-01-01') TO ('2027-01-01')")
+    shop.conn.execute("SELECT create_distributed_table('parted', 'id')")
+    with pytest.raises(NotDifferentiableError, match=r"parted cannot be captured: it is partitioned"):
+        shop.db.create_stream_table("parts", "SELECT id FROM parted")
+
+
+def test_uninstall_leaves_nothing_on_any_node(shop: Shop) -> None:
+    shop.create("totals", "rows", st_placement="distributed")
+    shop.create("local", "referenced")
+    shop.db.uninstall(drop_tables=True)
+    assert shop.conn.execute("SELECT count(*) FROM t").fetchone() == (1000,)
+    shop.conn.execute("INSERT INTO t SELECT i, 1, 1 FROM generate_series(2001, 2100) AS i")
+    shop.conn.execute("UPDATE loc SET name = 'x'")
+    tables = shop.conn.execute("SELECT table_name::text FROM citus_tables ORDER BY 1").fetchall()
+    assert tables == [("ref",), ("t",)]
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            left = conn.execute("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'pgtrickle%'").fetchall()
+            assert left == [], f"node {node}"
+    shop.queries.clear()
+    shop.db.install()
+    shop.create("totals")
+    shop.goes_on()
+
+
+def test_columnar_tables_are_refused(shop: Shop) -> None:
+    if shop.admin.execute("SELECT FROM pg_available_extensions WHERE name = 'citus_columnar'").fetchone() is None:
+        pytest.skip("this Citus has no columnar storage")
+    shop.admin.execute("CREATE EXTENSION IF NOT EXISTS citus_columnar")
+    shop.admin.execute("CREATE TABLE flat (id int, v int) USING columnar")
+    shop.admin.execute("ALTER TABLE flat OWNER TO app")
+    shop.conn.execute("SELECT create_distributed_table('flat', 'id')")
+    with pytest.raises(NotDifferentiableError, match=r"flat cannot be captured: it has columnar storage"):
+        shop.db.create_stream_table("flattened", "SELECT id FROM flat")
+
+
+def test_set_up_that_fails_on_a_node_leaves_nothing_and_can_be_repeated(shop: Shop) -> None:
+    shop.cluster.servers[2].kill()
+    with pytest.raises(DatabaseFailedError, match="@node_2"):
+        shop.create("totals")
+    assert shop.db.stream_tables() == []
+    shop.cluster.servers[2].start()
+    for node in range(3):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.override_table_visibility = off")
+            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+            if conn.execute("SELECT to_regnamespace('pgtrickle_changes') IS NOT NULL").fetchone() == (True,):
+                assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    shop.db.engine.connections._failed.clear()
+    shop.create("totals")
+    shop.goes_on()
+
+
+def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
+    shop.create("totals", "rows")
+    with psycopg.connect(shop.cluster.dsn()) as old:
+        old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        old.execute("SELECT count(*) FROM ref")  # its snapshot, on the coordinator
+        shop.conn.execute("ALTER TABLE t ADD COLUMN extra text")
+        shop.conn.execute("ALTER TABLE t RENAME COLUMN v TO value")
+        old.execute("UPDATE t SET value = value + 1000 WHERE id < 30")
+        old.commit()
+    shop.queries = {
+        "totals": "SELECT grp, count(*) AS n, sum(value) AS total FROM t GROUP BY grp",
+        "rows": "SELECT id, value * 2 AS twice FROM t WHERE value > 500",
+    }
+    shop.refresh()
+    shop.conn.execute("UPDATE t SET value = value + 1 WHERE id < 100")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_columns_dropped_before_a_table_was_distributed(shop: Shop) -> None:
+    shop.conn.execute("CREATE TYPE mood AS ENUM ('good', 'bad')")
+    shop.conn.execute("CREATE TABLE d (gone int, id int, a int, b int, m mood)")
+    shop.conn.execute("ALTER TABLE d DROP COLUMN gone")
+    shop.conn.execute("SELECT create_distributed_table('d', 'id')")
+    shop.conn.execute("INSERT INTO d SELECT i, i * 10, i * 100, 'good' FROM generate_series(1, 50) AS i")
+    queries = {"only_b": "SELECT b FROM d", "both": "SELECT id, a, b, m FROM d WHERE a > 50"}
+    for name, query in queries.items():
+        shop.db.create_stream_table(name, query, st_placement="local")
+        shop.queries[name] = query
+    shop.conn.execute("UPDATE d SET a = a + 1, b = b + 7, m = 'bad' WHERE id % 2 = 0")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+    shop.conn.execute("ALTER TYPE mood RENAME TO humour")  # writers in new sessions must not mind
+    with psycopg.connect(shop.cluster.dsn(), autocommit=True) as writer:
+        writer.execute("UPDATE d SET b = b + 1 WHERE id < 20")
+    shop.refresh()
+    shop.conn.execute("UPDATE d SET b = b + 1 WHERE id < 20")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
+    shop.create("totals")
+    shop.admin.execute("CREATE ROLE mallory LOGIN")
+    shop.admin.execute("CREATE SCHEMA lair AUTHORIZATION mallory")
+    (victim,) = shop.conn.execute(
+        "SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = 't'::regclass"
+    ).fetchone() or ("",)
+    evil = {"attnum": 1, "name": "a", "type": "int", "typmod": "-1", "stored": "int; DROP TABLE public.loc"}
+    try:
+        with psycopg.connect(shop.cluster.servers[0].dsn(shop.cluster.name, "mallory"), autocommit=True) as mallory:
+            mallory.execute("SET citus.enable_ddl_propagation = off")
+            mallory.execute("CREATE TABLE lair.mine (a int)")
+            said = {"name": "lair.mine", "placement": "local", "columns": [evil]}
+            track = "SELECT pgtrickle._track_shards('lair.mine', %s)"
+            for name in (victim, "x", "0123456789abcdef"):
+                with pytest.raises(psycopg.Error, match=r"cannot be captured as|may not capture"):
+                    mallory.execute(track, (Jsonb(said | {"stable_name": name}),))
+            own = mallory.execute("SELECT pgtrickle.stable_hash('lair.mine')").fetchone()
+            assert own is not None
+            mallory.execute(track, (Jsonb(said | {"stable_name": own[0]}),))
+            with pytest.raises(psycopg.Error, match="not a distributed table"):
+                mallory.execute("SELECT pgtrickle._spread('lair.mine')")
+        assert shop.conn.execute("SELECT count(*) FROM loc").fetchone() == (10,)
+        shop.goes_on()
+    finally:
+        shop.admin.execute("DROP SCHEMA lair CASCADE")
+        shop.admin.execute("DROP ROLE mallory")
+
+
+def test_a_trigger_that_lacks_before_the_first_filling_is_put_there(shop: Shop) -> None:
+    shop.db.create_stream_table("totals", QUERIES["totals"], initialize=False, st_placement="local")
+    shop.queries["totals"] = QUERIES["totals"]
+    with psycopg.connect(shop.cluster.superuser_dsn(1), autocommit=True) as worker:
+        worker.execute("SET citus.override_table_visibility = off")
+        name, shard = worker.execute(
+            "SELECT tgname, tgrelid::regclass::text FROM pg_trigger WHERE tgname LIKE 'pgtrickle\\_capture\\_truncate%'"
+            " AND tgrelid <> 't'::regclass ORDER BY 1 LIMIT 1"
+        ).fetchone() or ("", "")
+        worker.execute(f"DROP TRIGGER {name} ON {shard}".encode())
+    shop.refresh()
+    shop.conn.execute("TRUNCATE t")
+    assert shop.refresh()["totals"][0] == "REINITIALIZE"
+    assert shop.conn.execute("SELECT count(*) FROM totals").fetchone() == (0,)
