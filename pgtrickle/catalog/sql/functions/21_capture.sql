@@ -259,8 +259,9 @@ LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._write_capture_function(
         t.source_stable_name,
-        regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\) (?:>|<=)) \d+',
-                       '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'))
+        regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\) (?:>|<=|OPERATOR\(pg_catalog\.<=\))) \d+',
+                       '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'),
+        t.capture_kind)
     FROM pgtrickle.pgt_change_tracking AS t
     JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
 $$;

@@ -16,8 +16,9 @@ BEGIN
 END
 $$;
 
--- Writes the function only if its text changed: plans that writers have cached stay valid otherwise.
-CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text) RETURNS boolean
+-- Writes the function only if its text changed: plans that writers have cached stay valid otherwise. The text for shards is safe with
+-- whatever search path a writer has.
+CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text, kind text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -26,12 +27,12 @@ BEGIN
     IF body = (SELECT prosrc FROM pg_proc WHERE oid = to_regprocedure(capture)) THEN
         RETURN false;
     END IF;
-    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
-                   ' SET search_path = pg_catalog, pg_temp AS %L', capture, body);
+    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER %s AS %L', capture,
+                   CASE WHEN kind <> 'shards' THEN 'SET search_path = pg_catalog, pg_temp' END, body);
     RETURN true;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._write_capture_function(text, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._write_capture_function(text, text, text) FROM PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._forget_source(stable_name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -69,10 +70,12 @@ BEGIN
         PERFORM pgtrickle._forget_source(stable_name);
     END IF;
     -- Two tables in turn, so that one can be emptied; who reads the first reads both. Rows only come until all go at once.
-    EXECUTE format('CREATE TABLE %s (__pgt_xid bigint NOT NULL, __pgt_w smallint NOT NULL) WITH (autovacuum_enabled = off)', buffer);
+    -- NOT NULL would be checked for every row, which takes a twelfth of the time that capturing many takes.
+    EXECUTE format('CREATE TABLE %s (__pgt_xid bigint, __pgt_w smallint) WITH (autovacuum_enabled = off)', buffer);
     EXECUTE format('CREATE TABLE pgtrickle_changes.%I () INHERITS (%s) WITH (autovacuum_enabled = off)',
                    'spare_' || stable_name, buffer);
     EXECUTE format('CREATE SEQUENCE pgtrickle_changes.%I OWNED BY %s.__pgt_xid', 'turn_' || stable_name, buffer);
+    PERFORM setval(format('pgtrickle_changes.%I', 'turn_' || stable_name)::regclass, 1);
     IF pgtrickle._service_role() <> current_user THEN
         EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
     END IF;
@@ -156,7 +159,7 @@ BEGIN
         PERFORM pgtrickle._drop_capture_function(tracking.source_stable_name);
     END IF;
     PERFORM pgtrickle._write_capture_function(
-        tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind));
+        tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind), kind);
     IF (tracking.tracked_columns, tracking.capture_kind) IS DISTINCT FROM (wanted, kind) THEN
         UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind WHERE source_relid = source;
     END IF;

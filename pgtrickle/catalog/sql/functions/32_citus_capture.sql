@@ -45,169 +45,170 @@ BEGIN
             'name', format('%I.%I', n.nspname, c.relname), 'stable_name', stable_name, 'placement', pgtrickle._citus_placement(source),
             'columns', (SELECT jsonb_agg(jsonb_build_object(
                             'attnum', (s ->> 'attnum')::smallint, 'name', a.attname, 'type', format_type(a.atttypid, NULL), 'typmod', a.atttypmod,
-                            'builtin', t.typnamespace = 'pg_catalog'::regnamespace, 'stored', pgtrickle._buffer_type(source, a.attnum))
-                            ORDER BY (s ->> 'attnum')::smallint)
+                            'stored', pgtrickle._buffer_type(source, a.attnum)) ORDER BY (s ->> 'attnum')::smallint)
                         FROM jsonb_array_elements(said -> 'columns') AS s
-                        JOIN pg_attribute AS a ON a.attrelid = source AND a.attname = s ->> 'name' AND a.attnum > 0 AND NOT a.attisdropped
-                        JOIN pg_type AS t ON t.oid = a.atttypid))
+                        JOIN pg_attribute AS a ON a.attrelid = source AND a.attname = s ->> 'name' AND a.attnum > 0 AND NOT a.attisdropped))
         FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
 END
 $$;
 
--- Whether a table or shard still has these columns, of these types.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_fits_now(relation regclass, names text[], types text[], typmods int[]) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+-- In a capture trigger: whether the table or shard that it is on still has these columns. Which one that is the text that many shards share
+-- cannot tell; but it is locked by us, and if all fit that are, it does. A snapshot of REPEATABLE READ may be older than the last ALTER: what
+-- it sees is the present only if nobody has changed it since. New sessions come here with their first statement, and a join would take
+-- longer to plan.
+CREATE OR REPLACE FUNCTION pgtrickle._shards_fit_now(stable_name text, columns text[]) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
+DECLARE
+    capture oid := to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()');
+    expected bigint := cardinality(columns);
+    old_snapshot boolean := current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
+    shards oid[] := ARRAY(
+        SELECT t.tgrelid FROM pg_trigger AS t
+        WHERE t.tgfoid = capture AND t.tgrelid = ANY (ARRAY(
+            SELECT l.relation FROM pg_lock_status() AS l WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation')));
 BEGIN
-    RETURN cardinality(names) = (
-        SELECT count(*) FROM ROWS FROM (unnest(names), unnest(types), unnest(typmods)) AS w (name, type, typmod)
-        JOIN pg_attribute AS a ON a.attname = w.name AND a.atttypid = to_regtype(w.type) AND a.atttypmod = w.typmod
-        WHERE a.attrelid = relation AND NOT a.attisdropped);
+    RETURN cardinality(shards) > 0 AND expected = ALL (
+        SELECT (SELECT count(*) FROM pg_attribute AS a
+                WHERE a.attrelid = shard AND NOT a.attisdropped AND concat_ws(' ', a.atttypmod, format_type(a.atttypid, NULL), a.attname) = ANY (columns)
+                  AND (NOT old_snapshot OR pgtrickle._is_present(a.xmax)))
+        FROM unnest(shards) AS shard);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._shard_fits_now(regclass, text[], text[], int[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._shards_fit_now(text, text[]) FROM PUBLIC;
 
--- The same when a statement is planned, as _columns_fit() does it for plain tables. Many shards share one text, so the text cannot name
--- them; but PL/pgSQL has plans of its own for each of them, and a plan that reads a transition table is made anew when the table that the
--- trigger is on was altered. Which one that is stands in a setting, written just before.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_fits(names text[], types text[], typmods int[]) RETURNS boolean
+-- Whether a row of a catalog with this xmax has no newer version: none was made, or it was rolled back.
+CREATE OR REPLACE FUNCTION pgtrickle._is_present(changed_by xid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    round CONSTANT bigint := 4294967296; -- xmax is the lower half of a number that is near ours
+    mine bigint := pg_current_xact_id()::text::bigint;
+    distance bigint := (changed_by::text::bigint - mine % round + round) % round;
+BEGIN
+    RETURN changed_by = '0' OR coalesce(pg_xact_status(
+        (mine + distance - CASE WHEN distance >= round / 2 THEN round ELSE 0 END)::text::xid8) = 'aborted', false);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._is_present(xid) FROM PUBLIC;
+
+-- The same when a statement is planned, as _columns_fit() does it for plain tables: PL/pgSQL has plans of its own for each shard, and a plan
+-- that reads a transition table is made anew when the table that the trigger is on was altered. The function called here is VOLATILE
+-- so that it looks with a new snapshot.
+CREATE OR REPLACE FUNCTION pgtrickle._shards_fit(stable_name text, columns text[]) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    RETURN pgtrickle._shard_fits_now(current_setting('pgtrickle.captures')::oid::regclass, names, types, typmods);
+    RETURN pgtrickle._shards_fit_now(stable_name, columns);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._shard_fits(text[], text[], int[]) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._shards_fit(text, text[]) FROM PUBLIC;
 
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
--- the table since. A snapshot of REPEATABLE READ may be older than the table's last ALTER: there the rows
--- themselves tell what they are: one of NULLs, for JSON of a value may call a cast that a user made.
+-- the table since.
 --
--- Nearly always all is well. That is known with one expression and one statement: PL/pgSQL prepares every expression anew in every
--- transaction, which costs a single-row writer a microsecond or two each.
+-- Nearly always all is well. That is known with one statement, for every operator and function that PL/pgSQL meets costs a single-row writer
+-- half a microsecond, every statement ten. So does setting the search path: hence all names are qualified here. The second
+-- table of a buffer is written every other turn, see _purge().
+--
+-- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT format($body$
-#variable_conflict use_column
 DECLARE
-    -- 0: nothing to do. 1, 2, 3: INSERT, UPDATE, DELETE into the first table of the buffer; 4, 5, 6: into the second, see _purge(). 7: to be looked at.
-    way int := CASE
-        WHEN to_regclass('pgtrickle_changes.turn_%1$s') IS NULL THEN 0 -- a new node, which nobody reads yet: who will starts over
-        WHEN TG_OP = 'TRUNCATE' OR current_setting('transaction_isolation') <> 'read committed'
-             OR set_config('pgtrickle.captures', TG_RELID::text, true) IS NULL -- never: it is for _shard_fits()
-        THEN 7
-        ELSE CASE TG_OP WHEN 'INSERT' THEN 1 WHEN 'UPDATE' THEN 2 ELSE 3 END
-             + CASE pg_sequence_last_value(to_regclass('pgtrickle_changes.turn_%1$s')) %% 2 WHEN 0 THEN 3 ELSE 0 END END;
-    spare boolean;
-    wanting text;
-    fits boolean;
+    turn bigint := pg_catalog.pg_sequence_last_value(%2$s) OPERATOR(pg_catalog.%%) 2;
 BEGIN
-    %2$s%7$sIF way = 0 THEN
-        RETURN NULL;
-    ELSIF TG_OP = 'TRUNCATE' THEN
-        IF to_regclass('pg_catalog.pg_dist_partition') IS NOT NULL THEN
-            IF EXISTS (SELECT FROM pg_dist_partition WHERE logicalrelid = TG_RELID) THEN
-                RETURN NULL; -- its shards tell
-            END IF;
-        END IF;
-        PERFORM pgtrickle._mark('%1$s', 'TRUNCATE');
-        RETURN NULL;
+    %3$s%4$sEND IF;
+    IF pg_catalog.to_regclass('pgtrickle_changes.turn_%1$s') IS NOT NULL THEN -- else a new node, which nobody reads yet: who will starts over
+        EXECUTE pgtrickle._capture_otherwise('%1$s', TG_OP, TG_RELID, %5$L, %6$L, %7$L);
     END IF;
-
-    IF TG_OP = 'INSERT' THEN
-        IF NOT EXISTS (SELECT FROM __pgt_new) THEN
-            RETURN NULL;
-        END IF;
-    ELSIF NOT EXISTS (SELECT FROM __pgt_old) THEN
-        RETURN NULL;
-    END IF;
-    IF current_setting('transaction_isolation') = 'read committed' THEN
-        fits := pgtrickle._shard_fits_now(TG_RELID, %3$s);
-    ELSIF TG_OP = 'DELETE' THEN
-        fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
-        IF fits THEN
-            fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_old LIMIT 0) AS t ON true) AS r);
-        END IF;
-    ELSE
-        fits := (SELECT %4$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
-        IF fits THEN
-            fits := (SELECT %5$s FROM (SELECT t.* FROM (VALUES (1)) AS one LEFT JOIN (SELECT * FROM __pgt_new LIMIT 0) AS t ON true) AS r);
-        END IF;
-    END IF;
-    spare := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
-    IF NOT fits THEN
-        wanting := 'SCHEMA';
-    ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN 'pgtrickle_changes.spare_%1$s'::regclass ELSE 'pgtrickle_changes.changes_%1$s' END) > %6$s
-          AND pgtrickle._overflows('pgtrickle_changes.changes_%1$s') THEN
-        wanting := 'OVERFLOW';
-    END IF;
-    IF wanting IS NOT NULL THEN
-        PERFORM pgtrickle._mark('%1$s', wanting);
-        RETURN NULL;
-    END IF;
-    INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES ('%1$s', txid_current());
-    %8$s
-    END IF;
-    RETURN NULL;
+    RETURN NEW; -- that is NULL, without an expression
 END
 $body$,
         definition ->> 'stable_name',
+        -- New nodes get the coordinator's text, and have no sequence.
+        format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
+               'pgtrickle_changes.turn_' || (definition ->> 'stable_name')),
         -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such function.
-        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$IF way = 0 THEN
-        RETURN NULL;
+        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$IF turn IS NULL THEN
+        RETURN NEW;
     END IF;
-    IF pgtrickle._citus_group() <> 0 THEN
-        RETURN NULL;
+    IF pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0 THEN
+        RETURN NEW;
     END IF;
-    $body$ ELSE '' END,
-        c.expected, c.named, c.typed, pgtrickle._setting('max_buffer_rows'),
-        -- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
-        (SELECT string_agg(format($body$IF way = %s THEN
-        INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-        SELECT %L, txid_current() WHERE EXISTS (SELECT FROM %s) AND pgtrickle._shard_fits(%s)
-            AND pg_stat_get_live_tuples('pgtrickle_changes.%s'::regclass) <= %s;
-        IF FOUND THEN
-            %s;
-            RETURN NULL;
-        END IF;
-    ELS$body$, w.way, definition ->> 'stable_name', CASE WHEN w.operation = 'INSERT' THEN '__pgt_new' ELSE '__pgt_old' END, c.expected,
-                                  w.part, pgtrickle._setting('max_buffer_rows'), w.store), '' ORDER BY w.way)
-         FROM pgtrickle._shard_ways(definition) AS w),
-        (SELECT string_agg(format(E'IF TG_OP = %L AND spare = %L THEN\n        %s;', w.operation, w.way > 3, w.store), E'\n    ELS' ORDER BY w.way)
-         FROM pgtrickle._shard_ways(definition) AS w))
-    FROM (SELECT format('%L, %L, %L',
-                     array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int), array_agg(c ->> 'type' ORDER BY (c ->> 'attnum')::int),
-                     array_agg((c ->> 'typmod')::int ORDER BY (c ->> 'attnum')::int)) AS expected,
-                 format('ARRAY(SELECT k FROM json_object_keys(row_to_json(r)) AS k WHERE k = ANY (%1$L::text[])) = %1$L::text[]',
-                     array_agg(c ->> 'name' ORDER BY (c ->> 'attnum')::int)) AS named,
-                 string_agg(format('coalesce(pg_typeof(r.%I) = %s, false)', c ->> 'name', pgtrickle._type_text(c)), ' AND ' ORDER BY (c ->> 'attnum')::int) AS typed
-          FROM jsonb_array_elements(definition -> 'columns') AS c) AS c
+    $body$ END,
+        (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
+        %sEND IF;
+    $body$, o.operation, p.ways), 'ELS' ORDER BY o.number)
+         FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
+         CROSS JOIN LATERAL (
+            SELECT string_agg(format($body$IF turn OPERATOR(pg_catalog.=) %1$s THEN
+            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
+            SELECT %2$L, pg_catalog.txid_current()
+            WHERE EXISTS (SELECT FROM %3$s) AND pgtrickle._shards_fit(%2$L, %4$L)
+                AND pg_catalog.pg_stat_get_live_tuples('pgtrickle_changes.%5$s'::pg_catalog.regclass) OPERATOR(pg_catalog.<=) %6$s;
+            IF FOUND THEN
+                INSERT INTO pgtrickle_changes.%5$s (__pgt_xid, __pgt_w%7$s)
+                %8$s;
+                RETURN NEW;
+            END IF;
+        $body$, part.turn, definition ->> 'stable_name', o.touched, c.expected, part.name, pgtrickle._setting('max_buffer_rows'),
+                c.targets, pgtrickle._changes_of(o.operation, c.selected)), 'ELS' ORDER BY part.turn DESC)
+            FROM (VALUES (1, 'changes_' || (definition ->> 'stable_name')), (0, 'spare_' || (definition ->> 'stable_name'))) AS part (turn, name)
+         ) AS p (ways)),
+        c.expected, c.targets, c.selected)
+    FROM (SELECT array_agg(concat_ws(' ', c ->> 'typmod', c ->> 'type', c ->> 'name') ORDER BY number) AS expected,
+                 string_agg(', c' || number, '' ORDER BY number) AS targets,
+                 string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY number) AS selected
+          FROM jsonb_array_elements(definition -> 'columns') AS c CROSS JOIN LATERAL (SELECT (c ->> 'attnum')::int AS number) AS n) AS c
 $$;
 
--- A column's type as the text of a capture function names it. One that a user may rename or drop must not make writers fail.
-CREATE OR REPLACE FUNCTION pgtrickle._type_text(col jsonb) RETURNS text
+-- What a trigger stores. `selected` are the values of the columns in a row r.
+CREATE OR REPLACE FUNCTION pgtrickle._changes_of(operation text, selected text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format(CASE WHEN (col ->> 'builtin')::boolean THEN '%L::regtype' ELSE 'to_regtype(%L)' END, col ->> 'type')
+    SELECT format(CASE operation
+        WHEN 'INSERT' THEN 'SELECT pg_catalog.txid_current(), 1%s FROM __pgt_new AS r'
+        WHEN 'DELETE' THEN 'SELECT pg_catalog.txid_current(), -1%s FROM __pgt_old AS r'
+        WHEN 'UPDATE' THEN 'SELECT pg_catalog.txid_current(), -1%1$s FROM __pgt_old AS r'
+                           ' UNION ALL SELECT pg_catalog.txid_current(), 1%1$s FROM __pgt_new AS r'
+        END, selected)
 $$;
 
--- The statements that store changes, for each way that a writer's changes can go.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_ways(definition jsonb) RETURNS TABLE (way int, operation text, part text, store text)
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+-- Where a capture function cannot see that all is well: the statement that it has to run, which alone can read the transition tables. It is
+-- run with whatever search path the writer has.
+CREATE OR REPLACE FUNCTION pgtrickle._capture_otherwise(
+    stable_name text, operation text, relation oid, columns text[], targets text, selected text)
+RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT o.number + p.number, o.operation, p.part,
-           format('INSERT INTO pgtrickle_changes.%s (__pgt_xid, __pgt_w%s) ', p.part, c.targets) || format(o.rows, c.selected)
-    FROM (SELECT string_agg(', c' || (c ->> 'attnum'), '' ORDER BY (c ->> 'attnum')::int) AS targets,
-                 string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY (c ->> 'attnum')::int) AS selected
-          FROM jsonb_array_elements(definition -> 'columns') AS c) AS c
-    CROSS JOIN (VALUES (0, 'changes_' || (definition ->> 'stable_name')), (3, 'spare_' || (definition ->> 'stable_name'))) AS p (number, part)
-    CROSS JOIN (VALUES (1, 'INSERT', 'SELECT txid_current(), 1%s FROM __pgt_new AS r'),
-                       (2, 'UPDATE', 'SELECT txid_current(), -1%1$s FROM __pgt_old AS r'
-                                     ' UNION ALL SELECT txid_current(), 1%1$s FROM __pgt_new AS r'),
-                       (3, 'DELETE', 'SELECT txid_current(), -1%s FROM __pgt_old AS r')
-               ) AS o (number, operation, rows)
+DECLARE
+    buffer text := 'pgtrickle_changes.changes_' || stable_name;
+    part text := CASE pg_sequence_last_value(to_regclass('pgtrickle_changes.turn_' || stable_name)) % 2
+                     WHEN 0 THEN 'pgtrickle_changes.spare_' || stable_name ELSE buffer END;
+    touched text := format('EXISTS (SELECT FROM %s)', CASE operation WHEN 'INSERT' THEN '__pgt_new' ELSE '__pgt_old' END);
+    marker text;
+BEGIN
+    IF operation = 'TRUNCATE' THEN
+        IF pgtrickle._citus_placement(relation) = 'local' THEN -- else its shards tell
+            PERFORM pgtrickle._mark(stable_name, 'TRUNCATE');
+        END IF;
+        RETURN 'SELECT';
+    ELSIF NOT pgtrickle._shards_fit_now(stable_name, columns) THEN
+        marker := 'SCHEMA';
+    ELSIF pg_stat_get_live_tuples(part::regclass) > pgtrickle._setting('max_buffer_rows')::bigint AND pgtrickle._overflows(buffer::regclass) THEN
+        marker := 'OVERFLOW';
+    END IF;
+    IF marker IS NOT NULL THEN
+        RETURN format('SELECT pgtrickle._mark(%L, %L) WHERE %s', stable_name, marker, touched);
+    END IF;
+    RETURN format('WITH noted AS (INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)'
+                  ' SELECT %L, pg_catalog.txid_current() WHERE %s) INSERT INTO %s (__pgt_xid, __pgt_w%s) %s',
+                  stable_name, touched, part, targets, pgtrickle._changes_of(operation, selected));
+END
 $$;
+REVOKE ALL ON FUNCTION pgtrickle._capture_otherwise(text, text, oid, text[], text, text) FROM PUBLIC;
 
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
 CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
@@ -243,7 +244,7 @@ BEGIN
         END IF;
         EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
     END LOOP;
-    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition));
+    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
     UPDATE pgtrickle.pgt_change_tracking AS t
     SET capture_kind = 'shards',
         tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)

@@ -7,7 +7,8 @@ AS $$
     SELECT pgtrickle._write_capture_function(
         t.source_stable_name,
         CASE t.capture_kind WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_definition(t.source_relid, pgtrickle._shard_capture(t.source_relid)))
-                            ELSE pgtrickle._capture_body(t.source_relid, t.source_stable_name, t.tracked_columns, t.capture_kind) END)
+                            ELSE pgtrickle._capture_body(t.source_relid, t.source_stable_name, t.tracked_columns, t.capture_kind) END,
+        t.capture_kind)
     FROM pgtrickle.pgt_change_tracking AS t
     JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
     JOIN pg_class AS c ON c.oid = t.source_relid
