@@ -267,6 +267,92 @@ def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
     assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
 
 
+@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+def test_old_snapshots_tell_what_is_still_the_present(shop: Shop, level: psycopg.IsolationLevel) -> None:
+    """What was altered since is noticed, and the value stored nowhere that it does not fit; what was rolled back is not."""
+    shop.conn.execute("ALTER TABLE t ADD COLUMN note varchar(3)")
+    shop.define({"groups": "SELECT id, grp FROM t"})  # columns that a stream table reads cannot be altered so
+    by_worker = ExitStack()
+    olds = [by_worker.enter_context(psycopg.connect(shop.cluster.dsn(node))) for node in (0, 1, 2)]
+    with by_worker:
+        for statement, end, note, expected in (
+            ("ALTER v TYPE bigint", "ROLLBACK", "abc", "DIFFERENTIAL"),
+            ("ALTER note TYPE varchar(9)", "COMMIT", "long note", "REINITIALIZE"),
+            ("ALTER note TYPE varchar(20)", "ROLLBACK", "long note", "DIFFERENTIAL"),
+        ):
+            for old in olds:
+                old.isolation_level = level
+                old.execute("SELECT pg_current_snapshot()")  # and no lock
+            shop.conn.execute("BEGIN")
+            shop.conn.execute(f"ALTER TABLE t {statement}".encode())
+            shop.conn.execute(end.encode())
+            for node, old in enumerate(olds):
+                for key in range(20):
+                    old.execute("UPDATE t SET grp = grp + 1, note = %s WHERE id = %s", (note, 100 * node + key + 1))
+                old.commit()
+            done = shop.refresh()
+            assert done["groups"][0] == expected, (statement, end, done)
+
+
+def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -> None:
+    """Whatever operators and functions a writer's search path has: capture runs with the rights of its owner."""
+    shop.create("rows")
+    shop.admin.execute("CREATE ROLE guest LOGIN")
+    shop.conn.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON t TO guest")
+    operators = [(left, right) for left in ("text", "bigint", "int", "oid") for right in ("text", "bigint", "int")]
+    for node in (1, 2):
+        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as there:
+            there.execute("SET citus.enable_ddl_propagation = off")
+            there.execute("CREATE SCHEMA own")
+            there.execute("CREATE TABLE own.called (by_role name, what text)")
+            there.execute("GRANT USAGE ON SCHEMA own TO PUBLIC")
+            there.execute("GRANT INSERT, SELECT ON own.called TO PUBLIC")
+            called = "AS $$ BEGIN INSERT INTO own.called VALUES (current_user, '{}'); RETURN {}; END $$ LANGUAGE plpgsql"
+            for left, right in operators:
+                for name, operator, result in (("eq", "=", "boolean"), ("ne", "<>", "boolean"), ("le", "<=", "boolean")):
+                    there.execute(
+                        f"CREATE FUNCTION own.{name}({left}, {right}) RETURNS {result} {called.format(operator, 'true')};"
+                        f"CREATE OPERATOR own.{operator} (LEFTARG = {left}, RIGHTARG = {right}, FUNCTION = own.{name})"
+                    )
+            for arguments, result in (("bigint, int", "bigint"), ("bigint, bigint", "bigint"), ("int, int", "int")):
+                left, right = arguments.split(", ")
+                there.execute(
+                    f"CREATE FUNCTION own.mod({arguments}) RETURNS {result} {called.format('%', '1')};"
+                    f"CREATE OPERATOR own.% (LEFTARG = {left}, RIGHTARG = {right}, FUNCTION = own.mod)"
+                )
+            for name, arguments, result, value in (
+                ("txid_current", "", "bigint", "1"),
+                ("to_regclass", "text", "regclass", "NULL"),
+                ("pg_sequence_last_value", "regclass", "bigint", "1"),
+                ("pg_stat_get_live_tuples", "oid", "bigint", "0"),
+                ("current_setting", "text", "text", "NULL"),
+            ):
+                there.execute(
+                    f"CREATE FUNCTION own.{name}({arguments}) RETURNS {result} {called.format(name, value)}"
+                )
+            there.execute("GRANT USAGE ON SCHEMA public TO guest")
+    for node in (1, 2):
+        shards = shop.admin.execute(
+            "SELECT shard_name(logicalrelid, shardid, false) FROM pg_dist_shard JOIN pg_dist_placement USING (shardid)"
+            " JOIN pg_dist_node USING (groupid) WHERE logicalrelid = 't'::regclass AND nodeport = %s",
+            (shop.cluster.servers[node].port,),
+        ).fetchall()
+        assert shards
+        dsn = psycopg.conninfo.make_conninfo(
+            shop.cluster.superuser_dsn(node), user="guest", options="-c search_path=own,pg_catalog"
+        )
+        with psycopg.connect(dsn, autocommit=True) as guest:
+            for (shard,) in shards:  # in this very session, whose search path Citus passes to nobody
+                for level in ("READ COMMITTED", "REPEATABLE READ"):
+                    guest.execute(f"BEGIN ISOLATION LEVEL {level}".encode())
+                    guest.execute(f"UPDATE {shard} SET v = v OPERATOR(pg_catalog.+) 1000".encode())
+                    guest.execute("COMMIT")
+            assert guest.execute("SELECT * FROM own.called WHERE by_role OPERATOR(pg_catalog.<>) current_user").fetchall() == []
+            assert guest.execute("SELECT true WHERE 'a'::text = 'a'::text").fetchall() == [(True,)]
+            assert guest.execute("SELECT what FROM own.called").fetchall() == [("=",)], "the trap is none"
+    assert shop.refresh()["rows"][0] == "DIFFERENTIAL"
+
+
 def test_columns_dropped_before_a_table_was_distributed(shop: Shop) -> None:
     shop.conn.execute("CREATE TYPE mood AS ENUM ('good', 'bad')")
     shop.conn.execute("CREATE TABLE d (gone int, id int, a int, b int, m mood)")
