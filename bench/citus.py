@@ -239,7 +239,9 @@ def _write_costs(
             _fresh(bench)
             for name in names:
                 bench.settle()
-                measured.costs["COPY"].times[name].append(seconds(partial(_copy, bench, name, text.getvalue().encode())))
+                measured.costs["COPY"].times[name].append(
+                    seconds(partial(_copy, bench, name, text.getvalue().encode()))
+                )
             _check_captured(made, rows)
 
 

@@ -307,9 +307,15 @@ def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -
             there.execute("CREATE TABLE own.called (by_role name, what text)")
             there.execute("GRANT USAGE ON SCHEMA own TO PUBLIC")
             there.execute("GRANT INSERT, SELECT ON own.called TO PUBLIC")
-            called = "AS $$ BEGIN INSERT INTO own.called VALUES (current_user, '{}'); RETURN {}; END $$ LANGUAGE plpgsql"
+            called = (
+                "AS $$ BEGIN INSERT INTO own.called VALUES (current_user, '{}'); RETURN {}; END $$ LANGUAGE plpgsql"
+            )
             for left, right in operators:
-                for name, operator, result in (("eq", "=", "boolean"), ("ne", "<>", "boolean"), ("le", "<=", "boolean")):
+                for name, operator, result in (
+                    ("eq", "=", "boolean"),
+                    ("ne", "<>", "boolean"),
+                    ("le", "<=", "boolean"),
+                ):
                     there.execute(
                         f"CREATE FUNCTION own.{name}({left}, {right}) RETURNS {result} {called.format(operator, 'true')};"
                         f"CREATE OPERATOR own.{operator} (LEFTARG = {left}, RIGHTARG = {right}, FUNCTION = own.{name})"
@@ -327,9 +333,7 @@ def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -
                 ("pg_stat_get_live_tuples", "oid", "bigint", "0"),
                 ("current_setting", "text", "text", "NULL"),
             ):
-                there.execute(
-                    f"CREATE FUNCTION own.{name}({arguments}) RETURNS {result} {called.format(name, value)}"
-                )
+                there.execute(f"CREATE FUNCTION own.{name}({arguments}) RETURNS {result} {called.format(name, value)}")
             there.execute("GRANT USAGE ON SCHEMA public TO guest")
     for node in (1, 2):
         shards = shop.admin.execute(
@@ -347,7 +351,10 @@ def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -
                     guest.execute(f"BEGIN ISOLATION LEVEL {level}".encode())
                     guest.execute(f"UPDATE {shard} SET v = v OPERATOR(pg_catalog.+) 1000".encode())
                     guest.execute("COMMIT")
-            assert guest.execute("SELECT * FROM own.called WHERE by_role OPERATOR(pg_catalog.<>) current_user").fetchall() == []
+            assert (
+                guest.execute("SELECT * FROM own.called WHERE by_role OPERATOR(pg_catalog.<>) current_user").fetchall()
+                == []
+            )
             assert guest.execute("SELECT true WHERE 'a'::text = 'a'::text").fetchall() == [(True,)]
             assert guest.execute("SELECT what FROM own.called").fetchall() == [("=",)], "the trap is none"
     assert shop.refresh()["rows"][0] == "DIFFERENTIAL"

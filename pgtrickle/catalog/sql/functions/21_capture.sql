@@ -203,19 +203,19 @@ AS $$
     IF TG_OP = 'INSERT' AND wanting IS NULL THEN
         $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_new)') || $body$
         IF FOUND THEN
-            $body$ || pgtrickle._store('SELECT txid_current(), 1%5$s FROM __pgt_new AS r') || $body$
+            $body$ || pgtrickle._store('SELECT txid_current(), 1::int2%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         END IF;
     ELSIF wanting IS NULL THEN
         $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_old)') || $body$
         IF FOUND AND TG_OP = 'UPDATE' THEN
             $body$ || pgtrickle._store('
-                    SELECT txid_current(), -1%5$s FROM __pgt_old AS r
+                    SELECT txid_current(), (-1)::int2%5$s FROM __pgt_old AS r
                     UNION ALL
-                    SELECT txid_current(), 1%5$s FROM __pgt_new AS r') || $body$
+                    SELECT txid_current(), 1::int2%5$s FROM __pgt_new AS r') || $body$
             RETURN NEW;
         ELSIF FOUND THEN
-            $body$ || pgtrickle._store('SELECT txid_current(), -1%5$s FROM __pgt_old AS r') || $body$
+            $body$ || pgtrickle._store('SELECT txid_current(), (-1)::int2%5$s FROM __pgt_old AS r') || $body$
             RETURN NEW;
         END IF;
     END IF;

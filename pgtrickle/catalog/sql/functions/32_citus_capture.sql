@@ -140,7 +140,10 @@ $body$,
     $body$ END,
         (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
         %sEND IF;
-    $body$, o.operation, p.ways), 'ELS' ORDER BY o.number)
+        IF NOT EXISTS (SELECT FROM %s) THEN
+            RETURN NEW;
+        END IF;
+    $body$, o.operation, p.ways, o.touched), 'ELS' ORDER BY o.number)
          FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
          CROSS JOIN LATERAL (
             SELECT string_agg(format($body$IF turn OPERATOR(pg_catalog.=) %1$s THEN
@@ -164,20 +167,19 @@ $body$,
           FROM jsonb_array_elements(definition -> 'columns') AS c CROSS JOIN LATERAL (SELECT (c ->> 'attnum')::int AS number) AS n) AS c
 $$;
 
--- What a trigger stores. `selected` are the values of the columns in a row r.
+-- What a trigger stores. `selected` are the values of the columns in a row r. Weights have their column's type: a cast would be one more node
+-- above the two halves of an UPDATE.
 CREATE OR REPLACE FUNCTION pgtrickle._changes_of(operation text, selected text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format(CASE operation
-        WHEN 'INSERT' THEN 'SELECT pg_catalog.txid_current(), 1%s FROM __pgt_new AS r'
-        WHEN 'DELETE' THEN 'SELECT pg_catalog.txid_current(), -1%s FROM __pgt_old AS r'
-        WHEN 'UPDATE' THEN 'SELECT pg_catalog.txid_current(), -1%1$s FROM __pgt_old AS r'
-                           ' UNION ALL SELECT pg_catalog.txid_current(), 1%1$s FROM __pgt_new AS r'
-        END, selected)
+    SELECT string_agg(format('SELECT pg_catalog.txid_current(), %L::pg_catalog.int2%s FROM %s AS r', c.weight, selected, c.rows),
+                      ' UNION ALL ' ORDER BY c.weight)
+    FROM (VALUES (-1, '__pgt_old', 'INSERT'), (1, '__pgt_new', 'DELETE')) AS c (weight, rows, not_by)
+    WHERE c.not_by <> operation
 $$;
 
--- Where a capture function cannot see that all is well: the statement that it has to run, which alone can read the transition tables. It is
--- run with whatever search path the writer has.
+-- Where a capture function cannot see that all is well, and rows were touched: leaves a marker, or returns the statement that stores the
+-- rows, for only the function itself can read its transition tables. It is run with whatever search path the writer has.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_otherwise(
     stable_name text, operation text, relation oid, columns text[], targets text, selected text)
 RETURNS text
@@ -187,7 +189,6 @@ DECLARE
     buffer text := 'pgtrickle_changes.changes_' || stable_name;
     part text := CASE pg_sequence_last_value(to_regclass('pgtrickle_changes.turn_' || stable_name)) % 2
                      WHEN 0 THEN 'pgtrickle_changes.spare_' || stable_name ELSE buffer END;
-    touched text := format('EXISTS (SELECT FROM %s)', CASE operation WHEN 'INSERT' THEN '__pgt_new' ELSE '__pgt_old' END);
     marker text;
 BEGIN
     IF operation = 'TRUNCATE' THEN
@@ -201,11 +202,11 @@ BEGIN
         marker := 'OVERFLOW';
     END IF;
     IF marker IS NOT NULL THEN
-        RETURN format('SELECT pgtrickle._mark(%L, %L) WHERE %s', stable_name, marker, touched);
+        PERFORM pgtrickle._mark(stable_name, marker);
+        RETURN 'SELECT';
     END IF;
-    RETURN format('WITH noted AS (INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)'
-                  ' SELECT %L, pg_catalog.txid_current() WHERE %s) INSERT INTO %s (__pgt_xid, __pgt_w%s) %s',
-                  stable_name, touched, part, targets, pgtrickle._changes_of(operation, selected));
+    INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES (stable_name, txid_current());
+    RETURN format('INSERT INTO %s (__pgt_xid, __pgt_w%s) %s', part, targets, pgtrickle._changes_of(operation, selected));
 END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._capture_otherwise(text, text, oid, text[], text, text) FROM PUBLIC;

@@ -17,5 +17,5 @@ BEGIN
 END
 $$;
 
--- pgtrickle._shard_fits(text[], text[], int[]) stays: nodes call it until their capture functions are written anew.
+-- pgtrickle._shard_fits() and _shard_fits_now() stay: nodes call them until their capture functions are written anew.
 DROP FUNCTION IF EXISTS pgtrickle._write_capture_function(text, text);
