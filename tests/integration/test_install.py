@@ -129,8 +129,9 @@ def test_upgrade_keeps_captured_changes_and_goes_on_capturing(conn: psycopg.Conn
     assert upgrade(conn) == latest_version() > 2
     assert conn.execute("SELECT prosrc FROM pg_proc WHERE proname = 'capture_h'").fetchone() != former
     assert conn.execute("SELECT last_value, is_called FROM pgtrickle_changes.turn_h").fetchone() == (1, True)
-    checked = "SELECT FROM pg_attribute WHERE attrelid IN (SELECT pgtrickle._tree('pgtrickle_changes.changes_h')) AND attnotnull"
-    assert conn.execute(f"{checked} AND attnum > 0".encode()).fetchall() == []
+    members = "SELECT pgtrickle._tree('pgtrickle_changes.changes_h')"
+    checked = f"SELECT FROM pg_attribute WHERE attrelid IN ({members}) AND attnotnull AND attnum > 0"
+    assert conn.execute(checked.encode()).fetchall() == []
     conn.execute("INSERT INTO t VALUES (2); SELECT setval('pgtrickle_changes.turn_h', 2); INSERT INTO t VALUES (3)")
     assert conn.execute("SELECT c1 FROM pgtrickle_changes.changes_h ORDER BY 1").fetchall() == [(1,), (2,), (3,)]
     assert conn.execute("SELECT c1 FROM pgtrickle_changes.spare_h").fetchall() == [(3,)]
