@@ -116,28 +116,23 @@ CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETUR
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT format($body$
-DECLARE
-    turn bigint := pg_catalog.pg_sequence_last_value(%2$s) OPERATOR(pg_catalog.%%) 2;
 BEGIN
-    %3$s%4$sEND IF;
+    %2$s%3$sEND IF;
     IF pg_catalog.to_regclass('pgtrickle_changes.turn_%1$s') IS NOT NULL THEN -- else a new node, which nobody reads yet: who will starts over
-        EXECUTE pgtrickle._capture_otherwise('%1$s', TG_OP, TG_RELID, %5$L, %6$L, %7$L);
+        EXECUTE pgtrickle._capture_otherwise('%1$s', TG_OP, TG_RELID, %4$L, %5$L, %6$L);
     END IF;
     RETURN NEW; -- that is NULL, without an expression
 END
 $body$,
         definition ->> 'stable_name',
-        -- New nodes get the coordinator's text, and have no sequence.
-        format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
-               'pgtrickle_changes.turn_' || (definition ->> 'stable_name')),
         -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such function.
-        CASE WHEN definition ->> 'placement' = 'reference' THEN $body$IF turn IS NULL THEN
+        CASE WHEN definition ->> 'placement' = 'reference' THEN format($body$IF pg_catalog.to_regclass('pgtrickle_changes.turn_%s') IS NULL THEN
         RETURN NEW;
     END IF;
     IF pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0 THEN
         RETURN NEW;
     END IF;
-    $body$ END,
+    $body$, definition ->> 'stable_name') END,
         (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
         %sEND IF;
         IF NOT EXISTS (SELECT FROM %s) THEN
@@ -146,7 +141,7 @@ $body$,
     $body$, o.operation, p.ways, o.touched), 'ELS' ORDER BY o.number)
          FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
          CROSS JOIN LATERAL (
-            SELECT string_agg(format($body$IF turn OPERATOR(pg_catalog.=) %1$s THEN
+            SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%9$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
             SELECT %2$L, pg_catalog.txid_current()
             WHERE EXISTS (SELECT FROM %3$s) AND pgtrickle._shards_fit(%2$L, %4$L)
@@ -157,7 +152,10 @@ $body$,
                 RETURN NEW;
             END IF;
         $body$, part.turn, definition ->> 'stable_name', o.touched, c.expected, part.name, pgtrickle._setting('max_buffer_rows'),
-                c.targets, pgtrickle._changes_of(o.operation, c.selected)), 'ELS' ORDER BY part.turn DESC)
+                c.targets, pgtrickle._changes_of(o.operation, c.selected),
+                -- New nodes get the coordinator's text, and have no sequence.
+                format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
+                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name'))), 'ELS' ORDER BY part.turn DESC)
             FROM (VALUES (1, 'changes_' || (definition ->> 'stable_name')), (0, 'spare_' || (definition ->> 'stable_name'))) AS part (turn, name)
          ) AS p (ways)),
         c.expected, c.targets, c.selected)
