@@ -62,6 +62,7 @@ def _freeze(steps: list[str]) -> None:
         continue  # each question is a round trip to the JVM
     (jvm,) = (child for child in psutil.Process().children() if child.name() == "java")
     jvm.suspend()
+    os.waitid(os.P_PID, jvm.pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands still
     print(f"reached {RUNNING_JOB}", flush=True)
     for _ in sys.stdin:
         print(tasks, jvm.pid, steps[-1], flush=True)
