@@ -48,6 +48,7 @@ class Figures:
     loads: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
     filled: float = 0.0  # seconds of a whole first filling
     applies: dict[str, list[float]] = field(default_factory=lambda: {form: [] for form in FORMS})
+    copied: list[float] = field(default_factory=list)  # seconds of COPY under a trigger that only copies rows
     costs: dict[str, Cost] = field(default_factory=lambda: {name: Cost() for name in (*BOUNDS, SINGLE, SINGLE_UPDATE)})
 
 
@@ -243,6 +244,9 @@ def _write_costs(
                     seconds(partial(_copy, bench, name, text.getvalue().encode()))
                 )
             _check_captured(made, rows)
+            _fresh_copied(bench, made)
+            bench.settle()
+            measured.copied.append(seconds(partial(_copy, bench, "copied", text.getvalue().encode())))
 
 
 def _fresh(bench: Bench) -> None:
@@ -254,6 +258,27 @@ def _fresh(bench: Bench) -> None:
         bench.conn.execute(f"SELECT create_distributed_table('{name}', 'id')".encode())
     query = "SELECT id, region, category, amount, score FROM tracked"
     bench.db.create_stream_table("of_tracked", query, initialize=False, st_placement="local")
+
+
+def _fresh_copied(bench: Bench, made: clusters.Cluster) -> None:
+    """The least that any capture by triggers can do: its rows, into a table of the node without an index."""
+    bench.conn.execute("DROP TABLE IF EXISTS copied")
+    bench.conn.execute(_TABLE.format("copied").encode())
+    bench.conn.execute("SELECT create_distributed_table('copied', 'id')")
+    for node in range(len(made.servers)):
+        with psycopg.connect(made.dsn(node), autocommit=True) as conn:
+            conn.execute("SET citus.enable_ddl_propagation = off")
+            conn.execute("DROP TABLE IF EXISTS copies")
+            conn.execute("CREATE TABLE copies (xid bigint, w smallint, id int, a text, b text, c int, d int)")
+    bench.conn.execute("SET citus.enable_unsafe_triggers = on")
+    bench.conn.execute(
+        "CREATE OR REPLACE FUNCTION copy_rows() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+        " INSERT INTO public.copies SELECT txid_current(), 1::smallint, r.* FROM rows_written AS r; RETURN NULL; END $$"
+    )
+    bench.conn.execute(
+        "CREATE TRIGGER copy_rows AFTER INSERT ON copied REFERENCING NEW TABLE AS rows_written"
+        " FOR EACH STATEMENT EXECUTE FUNCTION copy_rows()"
+    )
 
 
 def _singly(bench: Bench, statement: str, ids: range) -> None:
@@ -297,6 +322,8 @@ def show(console: Console, measured: Figures) -> None:
         [name, ms(median(cost.times["untracked"])), ms(median(cost.times["tracked"])), f"{cost.ratio:.2f}"]
         for name, cost in measured.costs.items()
     ]
+    least = Cost({"untracked": measured.costs["COPY"].times["untracked"], "tracked": measured.copied})
+    costs.append(["COPY, a trigger that only copies rows", "", ms(median(measured.copied)), f"{least.ratio:.2f}"])
     table(console, "Writing to a distributed table", ["statement", "untracked, ms", "tracked, ms", "×"], costs)
 
 
