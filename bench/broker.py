@@ -35,7 +35,7 @@ _QUERIES = {
     "total": "SELECT grp, count(*) AS n, sum(val) AS total FROM hub.public.s{0} GROUP BY grp",
     "high": "SELECT id, val * 2 AS twice FROM hub.public.s{0} WHERE val > 900",
 }
-_CHANGE = "INSERT INTO s{} (grp, val) SELECT i % 20, i * 37 % 1000 FROM generate_series(1, {}) AS i"
+_CHANGE = sql.SQL("INSERT INTO {} (grp, val) SELECT i % 20, i * 37 % 1000 FROM generate_series(1, {}) AS i")
 _FILLED = "SELECT bool_and(frontier IS NOT NULL) FROM pgtrickle.pgt_stream_tables"
 _COUNTS = """
     SELECT coalesce(sum(s.seq_scan), 0)::float8, coalesce(sum(s.seq_tup_read), 0)::float8,
@@ -106,8 +106,9 @@ def run(bench: Bench, seconds: float, repeat: int, say: Callable[[str], None]) -
 def _prepare(bench: Bench, hub: str, say: Callable[[str], None]) -> list[str]:
     with psycopg.connect(hub, autocommit=True) as conn:
         for i in range(SOURCES):
-            conn.execute(f"CREATE TABLE s{i} (id bigserial PRIMARY KEY, grp int, val int)".encode())
-            conn.execute(_CHANGE.format(i, 5000).encode())
+            source = sql.Identifier(f"s{i}")
+            conn.execute(sql.SQL("CREATE TABLE {} (id bigserial PRIMARY KEY, grp int, val int)").format(source))
+            conn.execute(_CHANGE.format(source, 5000))
     say("preparing the first home")
     first = bench.new_database("home_0")
     with pgtrickle.connect(first) as db:
@@ -131,7 +132,7 @@ def _writing(hub: str) -> Iterator[threading.Event]:
         with psycopg.connect(hub, autocommit=True) as conn:
             while not over.wait(PAUSE):
                 for i in range(SOURCES):
-                    conn.execute(_CHANGE.format(i, ROWS).encode())
+                    conn.execute(_CHANGE.format(sql.Identifier(f"s{i}"), ROWS))
 
     thread = threading.Thread(target=write)
     thread.start()

@@ -34,12 +34,11 @@ BOUNDS = {"INSERT": 1.6, "COPY": 1.6, "UPDATE": 2.0}
 SINGLE_BOUND = 0.9
 COPIES = 3  # pairs of them in a cycle: they are short, and vary
 SINGLE_UPDATE = "single-row UPDATE"
-_TABLE = "CREATE TABLE {} (id int PRIMARY KEY, region text, category text, amount int, score int)"
-_ROWS = (
+_ROWS = sql.SQL(
     "INSERT INTO {} SELECT i, 'region ' || i % 5, 'category ' || i % 4, i::bigint * 7919 % 10000, i % 100"
     " FROM generate_series({}, {}) AS i"
 )
-_ROW = "md5(i::text)::uuid"
+_STORE = "INSERT INTO target SELECT i, i, 1, md5(i::text)::uuid FROM generate_series(%s::int, %s) AS i"
 
 
 @dataclass
@@ -88,16 +87,23 @@ def run(rows: int, repeat: int, single: int, say: Callable[[str], None]) -> Figu
     return measured
 
 
+def _distributed(bench: Bench, name: str) -> None:
+    """An empty distributed table of that name, anew."""
+    columns = sql.SQL("CREATE TABLE {} (id int PRIMARY KEY, region text, category text, amount int, score int)")
+    bench.conn.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(name)))
+    bench.conn.execute(columns.format(sql.Identifier(name)))
+    bench.conn.execute("SELECT create_distributed_table(%s, 'id')", (name,))
+
+
 # -- reading ---------------------------------------------------------------------------------------------------------------
 
 
 def _loads(bench: Bench, made: clusters.Cluster, measured: Figures, repeat: int, say: Callable[[str], None]) -> None:
     """The same rows into the same aggregation on Spark: by one statement of the coordinator, or a task per shard."""
     say(f"a distributed table of {measured.rows:,} rows")
-    bench.conn.execute(_TABLE.format("big").encode())
-    bench.conn.execute("SELECT create_distributed_table('big', 'id')")
+    _distributed(bench, "big")
     for begin in range(1, measured.rows + 1, 500_000):
-        bench.conn.execute(_ROWS.format("big", begin, min(begin + 499_999, measured.rows)).encode())
+        bench.conn.execute(_ROWS.format(sql.Identifier("big"), begin, min(begin + 499_999, measured.rows)))
     shards = bench.admin.execute(
         "SELECT p.groupid, shard_name(s.logicalrelid, s.shardid, true) FROM pg_dist_shard s"
         " JOIN pg_dist_placement p USING (shardid) WHERE s.logicalrelid = 'big'::regclass"
@@ -126,7 +132,8 @@ def _read(database: str, sources: list[tuple[EmbeddedServer, list[str]]], rows: 
                 conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 row = conn.execute("SELECT pg_export_snapshot()").fetchone()
                 assert row is not None
-                texts = [f"SELECT region, amount FROM {name}" for name in tables]
+                columns_of = sql.SQL("SELECT region, amount FROM {}")
+                texts = [columns_of.format(sql.Identifier(name)).as_string(conn) for name in tables]
                 task = Reading(server.dsn(database, "app"), row[0], {}, texts, columns)
                 reader = spark_session().read.format(FORMAT).schema("region STRING, amount BIGINT")
                 frames.append(reader.option("task", as_option(task)).load())
@@ -147,9 +154,10 @@ def _read(database: str, sources: list[tuple[EmbeddedServer, list[str]]], rows: 
 def _applies(bench: Bench, measured: Figures, repeat: int, say: Callable[[str], None]) -> None:
     conn = bench.conn
     for name in ("target", "stage"):
-        conn.execute(f"CREATE TABLE {name} (k int, v int, w int, row_id uuid PRIMARY KEY)".encode())
-        conn.execute(f"SELECT create_distributed_table('{name}', 'row_id')".encode())
-    conn.execute(f"INSERT INTO target SELECT i, i, 1, {_ROW} FROM generate_series(1, {STORED}) AS i".encode())
+        columns = sql.SQL("CREATE TABLE {} (k int, v int, w int, row_id uuid PRIMARY KEY)")
+        conn.execute(columns.format(sql.Identifier(name)))
+        conn.execute("SELECT create_distributed_table(%s, 'row_id')", (name,))
+    conn.execute(_STORE, (1, STORED))
     conn.execute("CREATE TEMP TABLE delta (k int, v int, w int, row_id uuid)")
     forms: dict[str, Callable[[psycopg.Connection[Any], list[Any]], None]] = dict(
         zip(FORMS, (_by_temp, _by_merge, _by_arrays), strict=True)
@@ -160,14 +168,14 @@ def _applies(bench: Bench, measured: Figures, repeat: int, say: Callable[[str], 
             first = cycle * DELETES + 1
             conn.execute("TRUNCATE delta")
             conn.execute(
-                f"INSERT INTO delta SELECT i, i + {cycle}, CASE WHEN i < {first + DELETES} THEN -1 ELSE 1 END, {_ROW}"
-                f" FROM generate_series({first}, {first + DELETES + UPSERTS - 1}) AS i".encode()
+                "INSERT INTO delta SELECT i, i + %s::int, CASE WHEN i < %s THEN -1 ELSE 1 END, md5(i::text)::uuid"
+                " FROM generate_series(%s::int, %s) AS i",
+                (cycle, first + DELETES, first, first + DELETES + UPSERTS - 1),
             )
             rows = conn.execute("SELECT k, v, w, row_id FROM delta").fetchall()
             bench.settle()
             measured.applies[form].append(seconds(partial(_in_one, conn, forms[form], rows)))
-            put = f"SELECT i, i, 1, {_ROW} FROM generate_series({first}, {first + DELETES - 1}) AS i"
-            conn.execute(f"INSERT INTO target {put}".encode())
+            conn.execute(_STORE, (first, first + DELETES - 1))
 
 
 def _in_one(
@@ -217,25 +225,24 @@ def _write_costs(
         say(f"write cost: cycle {cycle + 1} of {repeat}")
         names = ("untracked", "tracked") if cycle % 2 else ("tracked", "untracked")
         _fresh(bench)
-        for statement, command in (
-            ("INSERT", _ROWS.format("{}", 1, rows)),
-            ("UPDATE", "UPDATE {} SET amount = amount + 1"),
-        ):
+        for kind in ("INSERT", "UPDATE"):
             for name in names:
+                table_name = sql.Identifier(name)
+                update = sql.SQL("UPDATE {} SET amount = amount + 1").format(table_name)
                 bench.settle()
-                run = partial(bench.conn.execute, command.format(name).encode())
-                measured.costs[statement].times[name].append(seconds(run))
+                run = partial(bench.conn.execute, _ROWS.format(table_name, 1, rows) if kind == "INSERT" else update)
+                measured.costs[kind].times[name].append(seconds(run))
         for _ in range(5):
             for name in names:
                 for kind, statement in (
-                    (SINGLE, "INSERT INTO {} VALUES (%s, 'r', 'c', 1, 1)"),
-                    (SINGLE_UPDATE, "UPDATE {} SET amount = 7 WHERE id = %s"),
+                    (SINGLE, sql.SQL("INSERT INTO {} VALUES (%s, 'r', 'c', 1, 1)")),
+                    (SINGLE_UPDATE, sql.SQL("UPDATE {} SET amount = 7 WHERE id = %s")),
                 ):
                     begin = len(measured.costs[kind].times[name]) * single + rows + 1
                     ids = range(begin, begin + single) if kind == SINGLE else range(1, single + 1)
-                    measured.costs[kind].times[name].append(
-                        seconds(partial(_singly, bench, statement.format(name), ids))
-                    )
+                    # A text: composing it for every row would be measured too.
+                    text_of = statement.format(sql.Identifier(name)).as_bytes(bench.conn)
+                    measured.costs[kind].times[name].append(seconds(partial(_singly, bench, text_of, ids)))
         for _ in range(COPIES):
             _fresh(bench)
             for name in names:
@@ -253,18 +260,14 @@ def _fresh(bench: Bench) -> None:
     if bench.db.stream_tables():
         bench.db.drop_stream_table("of_tracked")
     for name in ("untracked", "tracked"):
-        bench.conn.execute(f"DROP TABLE IF EXISTS {name}".encode())
-        bench.conn.execute(_TABLE.format(name).encode())
-        bench.conn.execute(f"SELECT create_distributed_table('{name}', 'id')".encode())
+        _distributed(bench, name)
     query = "SELECT id, region, category, amount, score FROM tracked"
     bench.db.create_stream_table("of_tracked", query, initialize=False, st_placement="local")
 
 
 def _fresh_copied(bench: Bench, made: clusters.Cluster) -> None:
     """The least that any capture by triggers can do: its rows, into a table of the node without an index."""
-    bench.conn.execute("DROP TABLE IF EXISTS copied")
-    bench.conn.execute(_TABLE.format("copied").encode())
-    bench.conn.execute("SELECT create_distributed_table('copied', 'id')")
+    _distributed(bench, "copied")
     for node in range(len(made.servers)):
         with psycopg.connect(made.dsn(node), autocommit=True) as conn:
             conn.execute("SET citus.enable_ddl_propagation = off")
@@ -281,9 +284,9 @@ def _fresh_copied(bench: Bench, made: clusters.Cluster) -> None:
     )
 
 
-def _singly(bench: Bench, statement: str, ids: range) -> None:
+def _singly(bench: Bench, statement: bytes, ids: range) -> None:
     for i in ids:
-        bench.conn.execute(statement.encode(), (i,))
+        bench.conn.execute(statement, (i,))
 
 
 def _copy(bench: Bench, name: str, data: bytes) -> None:
@@ -298,10 +301,12 @@ def _check_captured(made: clusters.Cluster, expected: int) -> None:
     for node in (1, 2):
         with psycopg.connect(made.superuser_dsn(node)) as conn:
             row = conn.execute(
-                "SELECT buffer_relid::text FROM pgtrickle.pgt_change_tracking WHERE source_relid = 'tracked'::regclass"
+                "SELECT c.relname FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS c ON c.oid = t.buffer_relid"
+                " WHERE t.source_relid = 'tracked'::regclass"
             ).fetchone()
             assert row is not None
-            count = conn.execute(f"SELECT count(*) FROM {row[0]}".encode()).fetchone()
+            buffer = sql.Identifier("pgtrickle_changes", row[0])
+            count = conn.execute(sql.SQL("SELECT count(*) FROM {}").format(buffer)).fetchone()
             assert count is not None
             found += count[0]
     if found != expected:
