@@ -107,8 +107,8 @@ REVOKE ALL ON FUNCTION pgtrickle._shards_fit(text, text[]) FROM PUBLIC;
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since.
 --
--- Nearly always all is well. That is known with one statement, for every operator and function that PL/pgSQL meets costs a single-row writer
--- half a microsecond, every statement ten. So does setting the search path: hence all names are qualified here. The second
+-- Nearly always all is well. That is known with one statement: a single-row writer pays half a microsecond for every operator and function
+-- that PL/pgSQL meets, ten for every statement, and five for a search path, hence all names are qualified here. The second
 -- table of a buffer is written every other turn, see _purge().
 --
 -- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
