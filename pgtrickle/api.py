@@ -23,7 +23,6 @@ from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.errors import (
@@ -273,13 +272,13 @@ class Database(OtherDatabases):
 
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
         id_ = self.id_of(name)
-        databases = self.engine.rows([id_])[0].databases
+        row = self.engine.rows([id_])[0]
         with clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
         # Where one cannot be reached, the service tells it later.
         with suppress(DatabaseFailedError):
-            self.engine.elsewhere.unsubscribe_dropped(databases)
-        if any(map(is_node, databases)):
+            self.engine.elsewhere.unsubscribe_dropped(row.databases)
+        if row.on_nodes:
             self.engine.cluster.tidy()
 
     def _import_named(self, query: str, refresh_mode: str = "AUTO") -> list[str]:

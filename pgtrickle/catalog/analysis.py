@@ -144,6 +144,8 @@ def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
 
 def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
     """The table of one member of a set, of which all have one."""
+    if shard["spread"] and not shard["database"]:
+        return replace(stand_in, spread=True)
     if shard["spread"]:  # its columns have the numbers that they have here, on all nodes
         return replace(
             stand_in,

@@ -32,7 +32,6 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.failures import Policy, is_transient, pause_after
 from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
-from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
@@ -74,7 +73,7 @@ def apply_delta(
     # Not so where other nodes commit too: what they have must not be lost here.
     settings |= {"synchronous_commit": "on" if _is_placed(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
-    if row.st_placement != "local" and not any(map(is_node, row.databases)):
+    if row.st_placement != "local" and not row.on_nodes:
         require_recovered(conn, row)  # else the cut has seen to it
     with _nodes_told(conn, row), conn.transaction():
         set_local(conn, settings)
@@ -193,7 +192,7 @@ def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> Non
     left: set[str] | None = None
     for _ in range(RECOVERY_LOOKS):
         rows = conn.execute(
-            b"SELECT r.success, r.result FROM run_command_on_workers($$SELECT coalesce(string_agg(gid, ' '), '')"
+            b"SELECT r.success, r.result FROM run_command_on_all_nodes($$SELECT coalesce(string_agg(gid, ' '), '')"
             b" FROM pg_prepared_xacts WHERE database = current_database() AND gid LIKE 'citus\\_%'$$) AS r"
         ).fetchall()
         if not all(success for success, _ in rows):

@@ -114,7 +114,7 @@ class Cluster:
         return [row[0] for row in rows]
 
     def spread(self, tables: Sequence[int]) -> list[str]:
-        """Let every node capture the changes of distributed tables, and read them from there; gives the nodes' names."""
+        """Let every node capture the changes of distributed tables, and read them from there; gives the names of all."""
         if not tables:
             return []
         nodes = self._settle()
@@ -135,7 +135,7 @@ class Cluster:
                 self.elsewhere.import_table(name, label)
             self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass)", (table,))
         self.home.execute("SELECT pgtrickle._forget_nodes()")
-        return list(nodes.values())
+        return [COORDINATOR, *nodes.values()]
 
     def follow(self, ids: Sequence[int]) -> dict[int, list[int]]:
         """Bind stream tables anew whose tables were distributed, or no longer are; gives the tables that Citus has of these."""

@@ -5,7 +5,7 @@ The locks come first, then the snapshot. A table that is truncated or rewritten 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,6 +17,7 @@ from psycopg.rows import dict_row
 
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.engine.shards import Shards, shards_here
 from pgtrickle.errors import RefreshError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Cut:
     merge_mb: str  # memory for sorts and hashes of an apply
     writes: bool = False  # in the same transaction: what it writes nobody else sees
     others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
+    shards: Mapping[int, Shards] = field(default_factory=dict)  # of a coordinator, by distributed table
 
 
 def export(conn: psycopg.Connection[Any]) -> str:
@@ -52,11 +54,17 @@ def export(conn: psycopg.Connection[Any]) -> str:
 
 @contextmanager
 def take_cut(
-    conn: psycopg.Connection[Any], views: Sequence[str], *, writes: bool = False, hurried: bool = False
+    conn: psycopg.Connection[Any],
+    views: Sequence[str],
+    spread: Collection[int] = (),
+    *,
+    writes: bool = False,
+    hurried: bool = False,
 ) -> Iterator[Cut]:
     """Lock what the views of pgtrickle_views read, take the snapshot, and hold both until the block ends.
 
-    A lock on a view locks the tables behind it, with the rights of the view's owner.
+    A lock on a view locks the tables behind it, with the rights of the view's owner. Who truncates or alters a distributed
+    table locks it on the coordinator, before its shards there.
     """
     with conn.transaction():
         # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
@@ -79,7 +87,16 @@ def take_cut(
                 " WHERE pg_size_bytes(current_setting('work_mem')) > pg_size_bytes(%s)",
                 (f"{row['delta_cap_mb']}MB",) * 2,
             )
-        yield Cut(conn, row["node"], Snapshot.parse(row["snapshot"]), row["cut_time"], locked, row["merge_mb"], writes)
+        yield Cut(
+            conn,
+            row["node"],
+            Snapshot.parse(row["snapshot"]),
+            row["cut_time"],
+            locked,
+            row["merge_mb"],
+            writes,
+            shards=shards_here(conn, spread),
+        )
 
 
 def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> frozenset[str]:

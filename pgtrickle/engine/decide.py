@@ -40,13 +40,14 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
     mode: Literal["DIFFERENTIAL", "FULL"] = "DIFFERENTIAL"
     reason: str | None = None
     uncaptured = [source.label for source in sources if not source.captured]
-    if row.refresh_mode == "FULL" and (compiled.program is not None or not row.databases):
+    if row.refresh_mode == "FULL" and (compiled.program is not None or not row.in_parts):
         mode, reason = "FULL", "refresh_mode is FULL"
-    elif compiled.program is None and row.databases:
-        # The view here would read tables that are always empty.
+    elif compiled.program is None and row.in_parts:
+        # The view here would read tables that are always empty, or at no moment that is common to all nodes.
         part = f": {compiled.fragment}" if compiled.fragment else ""
+        what = "distributed tables" if row.on_nodes else "other databases"
         raise NotDifferentiableError(
-            f"{row.label} reads other databases and cannot be computed: {compiled.reason}{part}",
+            f"{row.label} reads {what} and cannot be computed: {compiled.reason}{part}",
             "Change that part of the query, or what it uses.",
         )
     elif compiled.program is None:
@@ -113,7 +114,8 @@ def _must_start_over(
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
         if source.lacking:
-            return f"{'shards of ' if is_node(source.database) else ''}{source.label} lack capture triggers"
+            shards = source.spread or is_node(source.database)
+            return f"{'shards of ' if shards else ''}{source.label} lack capture triggers"
         if source.captured and source.signature != source.known_signature and not source.joined:
             return f"capture triggers or partitions of {source.label} changed"
     return None

@@ -97,7 +97,7 @@ class Elsewhere:
         self._follow(works)
         self._join(works)
         sources = self.sources(works)
-        if not sources:
+        if not sources and not any(work.row.spread_here for work in works):
             yield {}
             return
         for work in works:
@@ -113,9 +113,10 @@ class Elsewhere:
                 del wanted[database]
                 self._lose(looked[database], database, works)
             nodes = {name: dsns[name] for name in sorted(wanted) if is_node(name)}
-            if nodes:
-                nodes = self._raise_barrier(stack, nodes, works)
-                wanted = {name: of for name, of in wanted.items() if not is_node(name) or name in nodes}
+            on_nodes = bool(nodes) or any(work.row.spread_here for work in works)
+            if on_nodes and not self._raise_barrier(stack, nodes, works):
+                wanted = {name: of for name, of in wanted.items() if not is_node(name)}
+                on_nodes, nodes = False, {}
             shared: set[str] = set()
             if self.brokers is not None:  # a broker's rows were computed before we could look at functions
                 shared = wanted.keys() - _read_whole(works) - nodes.keys()  # nodes are cut at one moment
@@ -128,7 +129,7 @@ class Elsewhere:
                     cuts[database] = found[1]
             _refuse_twins(cuts, works)
             compare_functions(self, cuts, works)
-            if nodes:
+            if on_nodes:
                 self._require_all_nodes(works)
             for work in works:
                 work.looks = {
@@ -139,16 +140,16 @@ class Elsewhere:
                 }
             yield cuts
 
-    def _raise_barrier(self, stack: ExitStack, nodes: dict[str, str], works: Sequence[Work]) -> dict[str, str]:
-        """The nodes, if all of them can be cut at one moment; else none, and who reads them is told why."""
+    def _raise_barrier(self, stack: ExitStack, nodes: Mapping[str, str], works: Sequence[Work]) -> bool:
+        """Whether the coordinator and these nodes can be cut at one moment; if not, who reads them is told why."""
         try:
             stack.enter_context(self.barrier.raised(self.home, nodes))
         except (psycopg.Error, PgtrickleError) as error:
             if self.home.broken or self.home.closed:
                 raise
-            self.note(error, [work for work in works if any(map(is_node, work.row.databases))])
-            return {}
-        return nodes
+            self.note(error, [work for work in works if work.row.on_nodes])
+            return False
+        return True
 
     def _require_all_nodes(self, works: Sequence[Work]) -> None:
         """While the barrier is up no shard changes its node: are those cut that have some?"""

@@ -12,7 +12,6 @@ import psycopg
 from pgtrickle.engine.apply import Diverged
 from pgtrickle.engine.connection import another, is_pooled
 from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.types import Outcome, RefreshResult
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError
@@ -39,7 +38,7 @@ def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_
         return Outcome(taken=taken)
     outcome: Outcome | None = None
     try:
-        if any(work.row.st_placement != "local" or any(map(is_node, work.row.databases)) for work in works):
+        if any(work.row.st_placement != "local" or work.row.on_nodes for work in works):
             raise NotTogetherError("what is written on other nodes is not seen before it is committed")
         engine.check_parts(works)
         if all(work.error is None for work in works):

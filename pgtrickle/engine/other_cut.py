@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
@@ -12,12 +12,11 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from pgtrickle.capture.frontier import Snapshot
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.engine.offers import Offer
 from pgtrickle.engine.reach import is_node
-from pgtrickle.engine.shards import Shards
+from pgtrickle.engine.shards import Shards, shards_here
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 
 
@@ -150,26 +149,18 @@ def take_other_cut(
     consumed = {(one.consumer, one.relid): one for one in found}
     members = sorted({source.consumer for source in sources if source.shard})
     looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
-    placements = _placements(conn, placed) if placed else []
-    if sorted(name for _, here, *_ in placements for name in here) != sorted(locked):
+    shards = shards_here(conn, placed)
+    if sorted(name for one in shards.values() for name in one.names) != sorted(locked):
         raise SourceLockedError(
             f"shards came to {database} or left it at this moment", "A service tries again by itself."
         )
-    shards = {
-        there: Shards(tuple(names), rows, column, tuple(lowest), tuple(highest))
-        for there, names, rows, column, lowest, highest in placements
-    }
     return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
 
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
     """The shards of these tables that a node has now."""
-    rows = _placements(conn, {source.there for source in sources})
-    return [name for _, here, *_ in rows for name in here]
-
-
-def _placements(conn: psycopg.Connection[Any], tables: Collection[int]) -> list[tuple[Any, ...]]:
-    return conn.execute(load_query("shards_here"), {"tables": sorted(tables)}).fetchall()
+    shards = shards_here(conn, {source.there for source in sources})
+    return [name for one in shards.values() for name in one.names]
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:

@@ -96,7 +96,8 @@ class Reading:
         with self.elsewhere.cut(works) as others:
             views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
             hurried = self.elsewhere.barrier.is_up  # others wait for us
-            with take_cut(self.conn, views, writes=writes, hurried=hurried) as cut:
+            spread = {table for work in works if work.error is None for table in work.row.spread_here}
+            with take_cut(self.conn, views, spread, writes=writes, hurried=hurried) as cut:
                 self.elsewhere.barrier.lift()
                 yield replace(cut, others=others)
 
@@ -255,8 +256,9 @@ class Reading:
 
     def _readers(self, work: Work, cut: Cut) -> dict[str, Reader]:
         row = work.row
-        own = Reader(self.conn, None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}"))
-        return {"": own} | {
+        as_owner = None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}")
+        here = {f"{SHARDS}{table}": cut.shards[table] for table in row.spread_here}
+        return {"": Reader(self.conn, as_owner, shards=here)} | {
             name: Reader(cut.others[name].conn, None, name, work.settings, _shards_of(work, cut.others[name]))
             for name in work.cut_databases
         }
@@ -350,8 +352,8 @@ class Reading:
             relations = [source.there or source.relid for source in work.sources if source.database == database]
             conn = cut.others[database].conn if database else self.conn
             size += _bytes_of(conn, relations + ([] if database else [work.row.relid]))
-            if is_node(database):
-                size += _bytes_of_shards(conn, [cut.others[database].shards[one] for one in relations])
+            shards = cut.others[database].shards if database else cut.shards
+            size += _bytes_of_shards(conn, [shards[one] for one in relations if one in shards])
         return size > self.large
 
     def _job(self, work: Work) -> Job | None:
@@ -434,6 +436,8 @@ def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:
 
 def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) -> int:
     names = [name for one in shards for name in one.names]
+    if not names:
+        return 0
     row = conn.execute("SELECT sum(pg_table_size(n::regclass)) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
     assert row is not None
     return int(row[0] or 0)

@@ -28,7 +28,6 @@ from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.programs import Plans, Programs
 from pgtrickle.engine.reach import Connections, is_node
 from pgtrickle.engine.reading import Reading
@@ -189,16 +188,16 @@ class Engine:
                 missing = {source.relid for source in work.sources if not source.attached or source.lacking}
                 stale = tuple(relid for relid in stale if relid in missing)
             elsewhere = {source.relid for source in work.foreign if source.relid in stale}
-            spread = [source for source in work.foreign if source.relid in stale and is_node(source.database)]
-            if not stale or not self._respread(work, spread) or not self.elsewhere.subscribe(work, elsewhere):
+            spread = any(one.relid in stale and (one.spread or is_node(one.database)) for one in work.sources)
+            if not stale or (spread and not self._respread(work)) or not self.elsewhere.subscribe(work, elsewhere):
                 continue
             for relid in set(stale) - elsewhere:
                 run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
             if known is not None and work.frontier is not None and known.node != work.frontier.node:
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
-            if elsewhere and work.decision is not None and work.decision.reason is not None:
-                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # its new subscription remembers nothing
+            if known is not None and work.decision is not None and work.decision.reason is not None:
+                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # capture that was mended remembers nothing
             self.programs.plans.forget(work.row.pgt_id)
             found.append(work.row.pgt_id)
         return found
@@ -245,10 +244,8 @@ class Engine:
             if (work.row.pgt_id,) in distributed:
                 work.error = error
 
-    def _respread(self, work: Work, sources: Sequence[ForeignSource]) -> bool:
+    def _respread(self, work: Work) -> bool:
         """Fit the capture of distributed tables to them, on all nodes."""
-        if not sources:
-            return True
         try:
             for table in self.cluster.behind(work.row.pgt_id):
                 self.cluster.spread([table])

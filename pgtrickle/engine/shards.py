@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psycopg
 from psycopg import sql
+
+from pgtrickle.catalog.analysis import load_query
 
 # What is where: the hashes are Citus's own, of the values as the column has them.
 _HOLDERS = (
@@ -42,3 +44,14 @@ class Shards:
             for number, texts in conn.execute(asked).fetchall()
         ]
         return sql.SQL(" UNION ALL ").join(parts) if parts else sql.SQL(f"SELECT * FROM {self.names[0]} WHERE false")
+
+
+def shards_here(conn: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, Shards]:
+    """What a node has of distributed tables, by their OIDs there."""
+    if not tables:
+        return {}
+    rows = conn.execute(load_query("shards_here"), {"tables": sorted(tables)}).fetchall()
+    return {
+        table: Shards(tuple(names), query, column, tuple(lowest), tuple(highest))
+        for table, names, query, column, lowest, highest in rows
+    }

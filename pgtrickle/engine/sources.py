@@ -38,6 +38,7 @@ class Source:
     shard: bool = False  # it is read as the table of a member of a set
     resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
     joined: bool = False  # a shard that is new: all its rows are changes
+    spread: bool = False  # a distributed table: what the coordinator has of it
     moved_in: bool = False  # of a node that is new: what it has was read elsewhere, or not captured
 
     @property
@@ -115,6 +116,7 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
             row["signature"],
             row["known_signature"],
             row["buffered"],
+            spread=row["spread"],
         )
     label = f"{known.database}.{known.schema}.{known.name}"
     if known.database not in others:

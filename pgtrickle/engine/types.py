@@ -9,6 +9,7 @@ from typing import Any
 
 from pgtrickle.compile.text import ident
 from pgtrickle.engine.load import Delta
+from pgtrickle.engine.reach import is_node
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class StreamTableRow:
     output_distribution_column: str | None
     databases: list[str]  # others that it reads
     reads_here: bool  # tables of this one too
+    spread_here: list[int]  # distributed tables of which this database, the coordinator, may have shards
     on_citus: bool  # the database has Citus
     session_settings: dict[str, str]
     defining_query: str
@@ -53,6 +55,16 @@ class StreamTableRow:
     def label(self) -> str:
         """The name as it is written in SQL."""
         return f"{_written(self.pgt_schema)}.{_written(self.pgt_name)}"
+
+    @property
+    def on_nodes(self) -> bool:
+        """Whether it reads distributed tables from the nodes of the cluster, of which this database may be one."""
+        return bool(self.spread_here) or any(map(is_node, self.databases))
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether no query of this database alone reads all that it reads."""
+        return bool(self.databases or self.spread_here)
 
 
 def _written(name: str) -> str:

@@ -46,6 +46,7 @@ class Bank:
     db: pgtrickle.Database
     conn: psycopg.Connection[Any]
     admin: psycopg.Connection[Any]
+    workers: int
     over: threading.Event = field(default_factory=threading.Event)
     written: list[int] = field(default_factory=lambda: [0] * 6)
     refreshes: int = 0
@@ -86,11 +87,11 @@ class Bank:
                 self.refreshes += 1
 
     def _write(self, number: int) -> None:
-        """Between two accounts, mostly of two shards; the last two writers connect to workers."""
+        """Between two accounts, mostly of two shards; the last two writers connect to workers, where there are some."""
         chance = random.Random(number)
         while not self.over.is_set():
             try:
-                with psycopg.connect(self.cluster.dsn(max(0, number - 3)), autocommit=True) as conn:
+                with psycopg.connect(self.cluster.dsn(min(self.workers, max(0, number - 3))), autocommit=True) as conn:
                     while not self.over.is_set():
                         self._transfer(conn, chance)
                         self.written[number] += 1
@@ -119,7 +120,7 @@ class Bank:
         assert self.conn.execute("SELECT sum(bal) FROM acct").fetchone() == (ACCOUNTS * EACH,)
 
     def _is_quiet(self) -> bool:
-        for node in range(3):
+        for node in range(self.workers + 1):
             with psycopg.connect(self.cluster.superuser_dsn(node), autocommit=True) as conn:
                 if conn.execute("SELECT count(*) FROM pg_prepared_xacts").fetchone() != (0,):
                     return False
@@ -127,23 +128,32 @@ class Bank:
 
 
 @pytest.fixture
-def bank(nodes: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch) -> Iterator[Bank]:
+def bank(
+    nodes: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Bank]:
+    """With shards on two workers, unless the test says otherwise: on one node alone, or on the coordinator too."""
+    where = getattr(request, "param", "workers")
+    workers = 0 if where == "one node" else 2
     monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
     with (
-        cluster(nodes) as made,
+        cluster(nodes, workers) as made,
         psycopg.connect(made.dsn(), autocommit=True) as conn,
         psycopg.connect(made.superuser_dsn(), autocommit=True) as admin,
         pgtrickle.connect(made.dsn()) as db,
     ):
+        if where == "all nodes":
+            coordinator = (HOST, nodes[0].port)
+            admin.execute("SELECT citus_set_node_property(%s, %s, 'shouldhaveshards', true)", coordinator)
         conn.execute("CREATE TABLE acct (id int PRIMARY KEY, grp int, bal bigint)")
         conn.execute("SELECT create_distributed_table('acct', 'id')")
         conn.execute(f"INSERT INTO acct SELECT i, i % 10, {EACH} FROM generate_series(1, {ACCOUNTS}) AS i".encode())
         db.install()
         for name, query in QUERIES.items():
             db.create_stream_table(name, query, st_placement=PLACEMENTS[name])
-        yield Bank(made, db, conn, admin)
+        yield Bank(made, db, conn, admin, workers)
 
 
+@pytest.mark.parametrize("bank", ["workers", "one node", "all nodes"], indirect=True)
 @pytest.mark.parametrize("seconds", [12.0, pytest.param(60.0, marks=pytest.mark.long)])
 def test_no_refresh_shows_half_a_transaction(bank: Bank, seconds: float) -> None:
     with bank.busy():

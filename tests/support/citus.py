@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from psycopg import sql
 
 from pgtrickle.embedded.server import HOST, EmbeddedServer
 from tests.support.database import APP_ROLE, SERVER_SETTINGS, prepare_server
+from tests.support.service import until
 
 SETTINGS = SERVER_SETTINGS | {
     "shared_preload_libraries": "citus",
@@ -64,6 +66,11 @@ class Cluster:
                 sql.SQL("GRANT UPDATE ON pg_catalog.pg_dist_transaction TO {}").format(sql.Identifier(APP_ROLE))
             )
 
+    def have_address(self) -> None:
+        """Let workers know the coordinator; a cluster of one node needs none."""
+        with psycopg.connect(self.superuser_dsn(), autocommit=True) as conn:
+            conn.execute("SELECT citus_set_coordinator_host(%s, %s)", (HOST, self.servers[0].port))
+
     def add(self, node: int) -> None:
         """Let a worker be part of the cluster."""
         with psycopg.connect(self.superuser_dsn(), autocommit=True) as conn:
@@ -90,13 +97,16 @@ def servers(number: int) -> Iterator[list[EmbeddedServer]]:
 
 @contextmanager
 def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
-    """A fresh database on a coordinator and so many workers; the other servers can be added."""
+    """A fresh database on a coordinator and so many workers, which have the shards; the other servers can be added.
+
+    Without workers it is what Citus makes of a single server: a coordinator that has the shards.
+    """
     made = Cluster(nodes)
     for node in range(len(nodes)):
         made.prepare(node)
     try:
-        with psycopg.connect(made.superuser_dsn(), autocommit=True) as conn:
-            conn.execute("SELECT citus_set_coordinator_host(%s, %s)", (HOST, nodes[0].port))
+        if workers:
+            made.have_address()
         for node in range(1, workers + 1):
             made.add(node)
         yield made
@@ -104,5 +114,14 @@ def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
         for server in nodes:
             if not server.is_running:
                 server.start()
-            with psycopg.connect(server.dsn(), autocommit=True) as conn:
-                conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(made.name)))
+            until(partial(_dropped, server, made.name), f"{made.name} is dropped")
+
+
+def _dropped(server: EmbeddedServer, database: str) -> bool:
+    """Citus connects to its databases by itself, also while they are dropped."""
+    with psycopg.connect(server.dsn(), autocommit=True) as conn:
+        try:
+            conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(database)))
+        except psycopg.errors.ObjectInUse:
+            return False
+    return True

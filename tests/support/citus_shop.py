@@ -96,9 +96,9 @@ class Shop:
 
 
 @contextmanager
-def citus_shop(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
+def citus_shop(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Shop]:
     with (
-        cluster(nodes) as made,
+        cluster(nodes, workers) as made,
         psycopg.connect(made.dsn(), autocommit=True) as conn,
         psycopg.connect(made.superuser_dsn(), autocommit=True) as admin,
         pgtrickle.connect(made.dsn()) as db,

@@ -4,4 +4,8 @@ SELECT m.relid::oid::bigint AS relid, t.database_set = '@cluster' AS spread, m.m
 FROM pgtrickle.pgt_shards m JOIN pgtrickle.pgt_sharded_tables t ON t.relid = m.relid
 JOIN pgtrickle.pgt_foreign_tables f ON f.relid = m.member_relid
 WHERE m.relid = ANY (%(relations)s::oid[])
-ORDER BY m.relid, m.database;
+UNION ALL
+-- What the coordinator has itself of a distributed table.
+SELECT t.relid::oid::bigint, true, t.relid::oid::bigint, '', t.source_schema, t.source_name, NULL, NULL, NULL
+FROM pgtrickle.pgt_sharded_tables t WHERE t.here AND t.relid = ANY (%(relations)s::oid[])
+ORDER BY relid, database;

@@ -20,14 +20,15 @@ SELECT s.pgt_id,
        s.row_seconds,
        CASE WHEN s.fuse_passes THEN 0
             ELSE coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint) END AS fuse_ceiling,
-       -- What no single database can compute is Spark's.
-       CASE WHEN elsewhere.databases IS NOT NULL THEN 'spark' ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
+       -- What no single database can compute is Spark's; nor does one know which shards are its own.
+       CASE WHEN elsewhere.databases IS NOT NULL OR here.tables IS NOT NULL THEN 'spark' ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
        s.pooler_compatibility_mode,
        s.lost_members,
        s.st_placement,
        s.output_distribution_column,
        coalesce(elsewhere.databases, '{}') AS databases,
        EXISTS (SELECT FROM pgtrickle.pgt_dependencies d WHERE d.pgt_id = s.pgt_id AND d.source_type <> 'OTHER_DATABASE') AS reads_here,
+       coalesce(here.tables, '{}') AS spread_here,
        pgtrickle._has_citus() AS on_citus,
        s.session_settings,
        s.defining_query,
@@ -41,5 +42,9 @@ CROSS JOIN LATERAL (
     FROM pgtrickle.pgt_dependencies d JOIN pgtrickle.pgt_foreign_tables f ON f.relid = d.source_relid
     WHERE d.pgt_id = s.pgt_id
 ) AS elsewhere
+CROSS JOIN LATERAL (
+    SELECT array_agg(d.source_relid::oid::bigint) AS tables
+    FROM pgtrickle.pgt_dependencies d WHERE d.pgt_id = s.pgt_id AND d.through = d.source_relid
+) AS here
 WHERE %(ids)s::bigint[] IS NULL OR s.pgt_id = ANY (%(ids)s)
 ORDER BY s.pgt_id;

@@ -57,7 +57,7 @@ WITH RECURSIVE active AS MATERIALIZED (
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
        -- Filling it takes a while. Sizes are asked of the statistics: a table that somebody has locked is not waited for.
        s.reinit_reason IS NOT NULL AND coalesce((
-           SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE'))
+           SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE') OR d.through IS NOT NULL)
                OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s
            FROM pgtrickle.pgt_dependencies d CROSS JOIN LATERAL pgtrickle._tree(d.source_relid) AS member
            JOIN pg_class c ON c.oid = member

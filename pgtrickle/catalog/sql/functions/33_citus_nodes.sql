@@ -23,6 +23,7 @@ DECLARE
     known record;
     groups bigint;
     placed bigint;
+    here boolean;
 BEGIN
     IF NOT pgtrickle._is_distributed(source) OR pgtrickle._citus_group() <> 0 THEN
         RAISE EXCEPTION '% is not a distributed table of this coordinator', source
@@ -35,12 +36,31 @@ BEGIN
         UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
         WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
     END IF;
-    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
-    SELECT source, '@cluster', n.nspname, c.relname, groups, placed
+    here := coalesce(known.here, false) OR pgtrickle._may_be_here(source); -- who has left reads a few empty tables, and need not start over
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by) VALUES ('@cluster', pgtrickle._caller()) ON CONFLICT DO NOTHING;
+    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto, here)
+    SELECT source, '@cluster', n.nspname, c.relname, groups, placed, here
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
-    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name,
+    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name, here = excluded.here,
                                       prepared_group = excluded.prepared_group, placed_upto = excluded.placed_upto;
     PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
+    IF here AND known.here IS DISTINCT FROM true THEN
+        PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
+        WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = source);
+        UPDATE pgtrickle.pgt_stream_tables AS s
+        SET reinit_reason = coalesce(s.reinit_reason, format('the coordinator may have shards of %s now', source)), next_due = '-infinity'
+        WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
+    END IF;
+END
+$$;
+
+-- Whether the coordinator has shards of a distributed table, or may get some.
+CREATE OR REPLACE FUNCTION pgtrickle._may_be_here(relation regclass) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN EXISTS (SELECT FROM pg_dist_node AS n WHERE n.groupid = 0 AND n.noderole = 'primary' AND n.isactive AND n.shouldhaveshards)
+        OR EXISTS (SELECT FROM pgtrickle._shards_here(relation));
 END
 $$;
 
@@ -110,6 +130,7 @@ BEGIN
     END IF;
     RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
             WHERE s.logicalrelid = relation AND p.shardstate = 1
+              AND NOT (p.groupid = 0 AND (SELECT t.here FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation))
               AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m
                               WHERE m.relid = relation AND m.database = pgtrickle._node_name(p.groupid)));
 END
@@ -127,6 +148,7 @@ BEGIN
     SELECT t.relid FROM pgtrickle.pgt_sharded_tables AS t
     WHERE t.database_set = '@cluster' AND pgtrickle._is_distributed(t.relid)
       AND (t.prepared_group IS DISTINCT FROM pgtrickle._groups_issued()
+           OR NOT t.here AND pgtrickle._may_be_here(t.relid)
            OR ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
               <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
            OR EXISTS (SELECT FROM pgtrickle._citus_nodes() AS n JOIN pgtrickle.pgt_databases AS d ON d.citus_group = n.groupid
@@ -211,9 +233,6 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE WHEN c.relkind = 'p' THEN ARRAY['it is partitioned', 'Distribute a table that is not.']
                 WHEN a.amname = 'columnar' THEN ARRAY['it has columnar storage, which has no triggers that see changed rows',
-                                                      'Use SELECT alter_table_set_access_method(…, ''heap'').']
-                WHEN EXISTS (SELECT FROM pgtrickle._shards_here(c.oid))
-                THEN ARRAY['it has shards on the coordinator',
-                           'Move them to workers: SELECT citus_set_node_property(…, ''shouldhaveshards'', false), then rebalance.'] END
+                                                      'Use SELECT alter_table_set_access_method(…, ''heap'').'] END
     FROM pg_class AS c LEFT JOIN pg_am AS a ON a.oid = c.relam WHERE c.oid = relation
 $$;

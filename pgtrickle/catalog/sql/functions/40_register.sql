@@ -132,7 +132,12 @@ AS $$
                        WHERE a.attrelid = m.member_relid AND NOT a.attisdropped AND u.attrelid = s.relation AND u.attnum = ANY (s.columns)),
                  m.relid
           FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_shards AS m ON m.relid = s.relation
-          JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid AND NOT (through_coordinator AND t.database_set = '@cluster')) AS r
+          JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid AND NOT (through_coordinator AND t.database_set = '@cluster')
+          UNION ALL
+          -- What the coordinator has of a distributed table is read here, as the table itself.
+          SELECT s.relation, s.columns, s.relation
+          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation AND t.here
+          WHERE NOT through_coordinator) AS r
     LEFT JOIN LATERAL unnest(r.columns) AS c ON true
     GROUP BY r.relation
 $$;

@@ -47,7 +47,7 @@ BEGIN
                 FROM (
                     SELECT each.*, row_number() OVER (ORDER BY each.schema DESC, each.name DESC) AS place
                     FROM (
-                        SELECT DISTINCT u.pgt_id, CASE WHEN u.pgt_id IS NOT NULL THEN 'STREAM_TABLE' ELSE d.source_type END AS source_type,
+                        SELECT DISTINCT u.pgt_id, CASE WHEN u.pgt_id IS NOT NULL THEN 'STREAM_TABLE' WHEN pgtrickle._is_spread(d.through) THEN 'DISTRIBUTED' ELSE d.source_type END AS source_type,
                                coalesce(n.nspname, d.source_schema) AS schema, coalesce(c.relname, d.source_name) AS name
                         FROM pgtrickle.pgt_dependencies AS d
                         LEFT JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
