@@ -29,6 +29,7 @@ from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
 from pgtrickle.engine.offers import Offered, take_offered
 from pgtrickle.engine.other_cut import OtherCut
+from pgtrickle.engine.other_cuts import OtherCuts
 from pgtrickle.engine.programs import Programs
 from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.shards import Shards
@@ -64,6 +65,9 @@ class Reading:
     beside: Beside | None = None  # a service has one
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
+    def __post_init__(self) -> None:
+        self.others = OtherCuts(self.elsewhere)
+
     def read(self, works: Sequence[Work]) -> None:
         """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once.
 
@@ -93,12 +97,12 @@ class Reading:
     @contextmanager
     def cut(self, works: Sequence[Work], *, writes: bool = False) -> Iterator[Cut]:
         """Cuts of all databases that these stream tables read; of their own last, for it waits for nobody."""
-        with self.elsewhere.cut(works) as others:
+        with self.others.cut(works) as others:
             views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
-            hurried = self.elsewhere.barrier.is_up  # others wait for us
+            hurried = self.others.barrier.is_up  # others wait for us
             spread = {table for work in works if work.error is None for table in work.row.spread_here}
             with take_cut(self.conn, views, spread, writes=writes, hurried=hurried) as cut:
-                self.elsewhere.barrier.lift()
+                self.others.barrier.lift()
                 yield replace(cut, others=others)
 
     def compile_unknown(self, works: Sequence[Work]) -> None:

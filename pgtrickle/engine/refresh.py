@@ -398,4 +398,4 @@ class Engine:
         for name in sorted({source.stable_name for source in sources if source.stable_name}):
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
         self.elsewhere.purge(works)
-        self.elsewhere.remember(works)
+        self.reading.others.remember(works)
