@@ -14,10 +14,8 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.capture.frontier import Frontier, Reflected
-from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.compile.place import Placement
-from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.text import SHARDS
 from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine.beside import Beside
@@ -27,7 +25,7 @@ from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
-from pgtrickle.engine.offers import Offered, take_offered
+from pgtrickle.engine.offers import take_offered
 from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.engine.other_cuts import OtherCuts
 from pgtrickle.engine.programs import Programs
@@ -35,21 +33,17 @@ from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
+from pgtrickle.engine.weigh import check_fuse, compare_costs, is_large
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import FuseBlownError, PgtrickleError, SourceChangedError, SourceLockedError
+from pgtrickle.errors import PgtrickleError, SourceChangedError, SourceLockedError
 
 # Settings under which values are printed and read back; those of the stream table come on top.
 TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
 
 # Bytes of tables' files from which rows pass by the driver: executors read and write them.
 LARGE = 64 << 20
-TOGETHER = 4  # times as much where several stream tables want the same changes
 
 PASSES = 4
-
-# Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
-WORTH_COUNTING = 1 << 20
-DEARER = 1.5
 
 
 @dataclass
@@ -206,36 +200,10 @@ class Reading:
         assert work.frontier is not None
         _check_key(work)
         work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
-        self._check_fuse(work, cut)
-        self._compare_costs(work, cut)
+        check_fuse(work, cut)
+        compare_costs(work, cut)
         work.frontier = _as_far_as_read(work, work.frontier)
         self._announce(work, cut, media)
-
-    def _check_fuse(self, work: Work, cut: Cut) -> None:
-        """More changes than the fuse lets pass are an operator's to decide on."""
-        ceiling = work.row.fuse_ceiling
-        assert work.decision is not None
-        if ceiling and work.decision.action in {"DIFFERENTIAL", "FULL"} and _pending(work, cut) > ceiling:
-            raise FuseBlownError(
-                f"the fuse of {work.row.label} has blown: more than {ceiling} changes came at once",
-                f"Look at them, then SELECT pgtrickle.reset_fuse('{work.row.label}', 'apply') or 'reinitialize'.",
-            )
-
-    def _compare_costs(self, work: Work, cut: Cut) -> None:
-        """AUTO takes the whole query where the changes are so many that they would cost more."""
-        row, decision = work.row, work.decision
-        assert decision is not None
-        if decision.action != "DIFFERENTIAL" or row.refresh_mode != "AUTO":
-            return
-        if sum(source.buffered for source in work.sources if source.changed) < WORTH_COUNTING:
-            return
-        work.changes = _pending(work, cut)
-        if row.full_seconds and row.row_seconds and work.changes * row.row_seconds > DEARER * row.full_seconds:
-            reason = (
-                f"{work.changes} changes would take about {work.changes * row.row_seconds:.1f} s,"
-                f" and the last refresh in full took {row.full_seconds:.1f} s"
-            )
-            work.decision = replace(decision, action="FULL", reason=reason, by_cost=True)
 
     def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         row = work.row
@@ -246,7 +214,7 @@ class Reading:
             return
         settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
         work.settings = TRANSPORT | settings
-        if self._is_large(work, cut):
+        if not is_pooled(self.conn) and is_large(work, cut, self.large, self._readers_of):
             from pgtrickle.engine.large import LargeWork
 
             work.large = LargeWork(cut.conn, work.settings, self.statements)
@@ -340,26 +308,6 @@ class Reading:
         if not work.needs_all:
             self._fetch(work)
 
-    def _is_large(self, work: Work, cut: Cut) -> bool:
-        """Whether the refresh reads more than should pass through the driver. Executors have connections of their own."""
-        assert work.decision is not None
-        if is_pooled(self.conn):
-            return False
-        if work.decision.action == "DIFFERENTIAL":
-            # Read here, changes are read once for all stream tables; by executors, once for each of them.
-            together = any(self._readers_of[source.relid] > 1 for source in work.sources)
-            most = self.large * TOGETHER if together else self.large
-            new = sum(_bytes_of(cut.others[one.database].conn, [one.there]) for one in work.sources if one.joined)
-            return new + sum(source.buffered for source in work.sources if source.changed) > most
-        size = 0
-        for database in ("", *work.cut_databases):
-            relations = [source.there or source.relid for source in work.sources if source.database == database]
-            conn = cut.others[database].conn if database else self.conn
-            size += _bytes_of(conn, relations + ([] if database else [work.row.relid]))
-            shards = cut.others[database].shards if database else cut.shards
-            size += _bytes_of_shards(conn, [shards[one] for one in relations if one in shards])
-        return size > self.large
-
     def _job(self, work: Work) -> Job | None:
         """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
         decision, compiled, row = work.decision, work.compiled, work.row
@@ -404,47 +352,6 @@ def _check_key(work: Work) -> None:
         f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
         "The query or the key of a source was changed. Drop the stream table and create it again.",
     )
-
-
-def _pending(work: Work, cut: Cut) -> int:
-    """The number of changes that wait in the buffers of a stream table's sources."""
-    pending = 0
-    for source in work.sources:
-        if source.changed and source.buffer is not None and not source.joined:
-            conn = cut.others[source.database].conn if source.database else cut.conn
-            offered = _offered(source, work, cut)
-            if offered is not None:
-                pending += offered.changed(work.windows[source.database])
-                continue
-            window = since(work.windows[source.database], "__pgt_xid")
-            buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
-            row = conn.execute(sql.SQL("SELECT count(*) FROM {} WHERE {}").format(buffer, window)).fetchone()
-            assert row is not None
-            pending += row[0]
-    return pending
-
-
-def _offered(source: Source, work: Work, cut: Cut) -> Offered | None:
-    """The changes of a source, where a broker has read them."""
-    offer = cut.others[source.database].offer if source.database else None
-    if offer is None or source.stable_name is None or source.database not in work.windows:
-        return None
-    return offer.of(source.stable_name, work.windows[source.database])
-
-
-def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:
-    row = conn.execute(load_query("sizes"), {"relations": relations}).fetchone()
-    assert row is not None
-    return int(row[0])
-
-
-def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) -> int:
-    names = [name for one in shards for name in one.names]
-    if not names:
-        return 0
-    row = conn.execute("SELECT sum(pg_table_size(n::regclass)) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
-    assert row is not None
-    return int(row[0] or 0)
 
 
 def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
