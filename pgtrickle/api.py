@@ -161,10 +161,10 @@ class Database(OtherDatabases):
         """
         require_installed(self.conn)
         with self._tidy_where_refused(), clear_errors(name):
-            databases = self._import_named(query, refresh_mode)
+            in_parts = self._import_named(query, refresh_mode)
         with self._tidy_where_refused(), clear_errors(name), self.conn.transaction():
             compiled = self._compile(query)
-            if databases:
+            if in_parts:
                 _require_placeable(name, compiled)
             if refresh_mode.upper() == "DIFFERENTIAL":
                 _require_differential(name, compiled)
@@ -188,7 +188,7 @@ class Database(OtherDatabases):
             id_ = int(row[0])
             mode = "DIFFERENTIAL" if compiled.program is not None and refresh_mode.upper() != "FULL" else "FULL"
             self._note_mode(id_, mode, compiled.reason)
-            if databases:
+            if in_parts:
                 self.engine.subscribe(id_)
         self.engine.cluster.finish(id_)
         if initialize:
@@ -248,11 +248,11 @@ class Database(OtherDatabases):
         """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
         id_ = self.id_of(name)
         with clear_errors(name):
-            databases = self._import_named(query) if query is not None else []
+            in_parts = query is not None and self._import_named(query)
         with clear_errors(name), self.conn.transaction():
             row = self.engine.rows([id_])[0]
             compiled = self._compile(query) if query is not None else None
-            if compiled is not None and databases:
+            if compiled is not None and in_parts:
                 _require_placeable(name, compiled)
             if (refresh_mode or row.refresh_mode).upper() == "DIFFERENTIAL":
                 _require_differential(name, compiled or self.engine.programs.compile(row.view_relid, "alter"))
@@ -281,39 +281,42 @@ class Database(OtherDatabases):
         if row.on_nodes:
             self.engine.cluster.tidy()
 
-    def _import_named(self, query: str, refresh_mode: str = "AUTO") -> list[str]:
-        """Make the tables of other databases known that a query names; gives those databases."""
+    def _import_named(self, query: str, refresh_mode: str = "AUTO") -> bool:
+        """Make the tables of other databases and nodes known that a query names; whether it names any."""
         rows = self.conn.execute(
             "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._foreign_names(%s)", (query,)
         ).fetchall()
         for database, table in rows:
             self.import_table(database, table)
-        found = {database for database, _ in rows} | self._resolve_foreign(query)
-        found |= self._spread(query, refresh_mode)
+        resolved = self._resolve_foreign(query)
+        spread = self._spread(query, refresh_mode)
+        found = bool(rows) or resolved or spread
         if found:
             with self._candidate(query) as view:
                 described = describe_functions(self.engine.elsewhere, view)
             note_functions(self.conn, described)
-        return sorted(found)
+        return found
 
-    def _resolve_foreign(self, query: str) -> set[str]:
-        """Find the registered databases behind the foreign tables that a query reads; gives those that there are."""
+    def _resolve_foreign(self, query: str) -> bool:
+        """Find the registered databases behind the foreign tables that a query reads; whether there are any."""
         found = self.conn.execute("SELECT EXISTS (SELECT FROM pg_foreign_table)").fetchone()
         if found != (True,):
-            return set()
+            return False
         with self._candidate(query) as view:
             rows = self.conn.execute(
                 "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass) WHERE kind = 'f'", (view,)
             ).fetchall()
-        return {name for (relation,) in rows if (name := self.engine.elsewhere.servers.resolve(relation)) is not None}
+        names = [self.engine.elsewhere.servers.resolve(relation) for (relation,) in rows]
+        return any(name is not None for name in names)
 
-    def _spread(self, query: str, refresh_mode: str) -> set[str]:
-        """Have the distributed tables that a query reads captured on all nodes of the cluster; gives these."""
+    def _spread(self, query: str, refresh_mode: str) -> bool:
+        """Have the distributed tables that a query reads captured on all nodes of the cluster; whether there are any."""
         if self.conn.execute("SELECT pgtrickle._has_citus()").fetchone() != (True,):
-            return set()
+            return False
         with self._candidate(query) as view:
             tables = self.engine.cluster.distributed(view, refresh_mode)
-        return set(self.engine.cluster.spread(tables))
+        self.engine.cluster.spread(tables)
+        return bool(tables)
 
     def stream_tables(self) -> list[StreamTable]:
         """All stream tables of the database."""

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 STATEMENT_TIMEOUT = "30min"
 RECOVERY_LOOKS = 10  # a tenth of a second apart
+PREPARED = (
+    "SELECT coalesce(string_agg(gid, ' '), '') FROM pg_prepared_xacts"
+    " WHERE database = current_database() AND gid LIKE 'citus\\_%'"
+)
 LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
 
 
@@ -191,13 +195,12 @@ def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> Non
     """Of an earlier apply a crash may have left a half that is prepared and not committed: its rows come when it is."""
     left: set[str] | None = None
     for _ in range(RECOVERY_LOOKS):
-        rows = conn.execute(
-            b"SELECT r.success, r.result FROM run_command_on_all_nodes($$SELECT coalesce(string_agg(gid, ' '), '')"
-            b" FROM pg_prepared_xacts WHERE database = current_database() AND gid LIKE 'citus\\_%'$$) AS r"
-        ).fetchall()
+        rows = conn.execute("SELECT success, result FROM run_command_on_workers(%s)", (PREPARED,)).fetchall()
         if not all(success for success, _ in rows):
             break
-        found = {gid for _, gids in rows for gid in gids.split()}
+        here = conn.execute(PREPARED).fetchone()
+        assert here is not None
+        found = {gid for gids in (here[0], *(result for _, result in rows)) for gid in gids.split()}
         left = found if left is None else left & found
         if not left:
             return

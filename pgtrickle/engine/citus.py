@@ -113,10 +113,10 @@ class Cluster:
         ).fetchall()
         return [row[0] for row in rows]
 
-    def spread(self, tables: Sequence[int]) -> list[str]:
-        """Let every node capture the changes of distributed tables, and read them from there; gives the names of all."""
+    def spread(self, tables: Sequence[int]) -> None:
+        """Let every node capture the changes of distributed tables, and read them from there."""
         if not tables:
-            return []
+            return
         nodes = self._settle()
         for table in tables:
             row = self.home.execute(
@@ -135,7 +135,6 @@ class Cluster:
                 self.elsewhere.import_table(name, label)
             self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass)", (table,))
         self.home.execute("SELECT pgtrickle._forget_nodes()")
-        return [COORDINATOR, *nodes.values()]
 
     def follow(self, ids: Sequence[int]) -> dict[int, list[int]]:
         """Bind stream tables anew whose tables were distributed, or no longer are; gives the tables that Citus has of these."""

@@ -8,7 +8,6 @@ from typing import Literal
 
 from pgtrickle.capture.frontier import Frontier
 from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.reach import is_node
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.errors import NotDifferentiableError
@@ -31,6 +30,7 @@ _MARKERS = {
     "TRUNCATE": "{} was truncated",
     "SCHEMA": "columns of {} were renamed or retyped",
     "OVERFLOW": "the change buffer of {} overflowed",
+    "GAP": "{} lacked capture triggers",
     "MERGE": "a MERGE moved rows of {} between partitions, where capture cannot see them",
 }
 
@@ -43,12 +43,14 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
     if row.refresh_mode == "FULL" and (compiled.program is not None or not row.in_parts):
         mode, reason = "FULL", "refresh_mode is FULL"
     elif compiled.program is None and row.in_parts:
-        # The view here would read tables that are always empty, or at no moment that is common to all nodes.
+        # The view would read stand-ins, which are empty, or have Citus read at no moment that is common to all nodes.
         part = f": {compiled.fragment}" if compiled.fragment else ""
-        what = "distributed tables" if row.on_nodes else "other databases"
+        what, way = (
+            ("distributed tables", ", or create it with refresh_mode FULL") if row.on_nodes else ("other databases", "")
+        )
         raise NotDifferentiableError(
             f"{row.label} reads {what} and cannot be computed: {compiled.reason}{part}",
-            "Change that part of the query, or what it uses.",
+            f"Change that part of the query, or what it uses{way}.",
         )
     elif compiled.program is None:
         mode, reason = "FULL", compiled.reason
@@ -114,8 +116,7 @@ def _must_start_over(
         for kind in source.markers:
             return _MARKERS[kind].format(source.label)
         if source.lacking:
-            shards = source.spread or is_node(source.database)
-            return f"{'shards of ' if shards else ''}{source.label} lack capture triggers"
+            return f"{'shards of ' if source.spread else ''}{source.label} lack capture triggers"
         if source.captured and source.signature != source.known_signature and not source.joined:
             return f"capture triggers or partitions of {source.label} changed"
     return None

@@ -64,11 +64,12 @@ class OtherCuts:
             looked = _at_once(partial(self._has_news, works, dsns), _may_rest(works, wanted))
             if any(is_node(name) and news is True for name, news in looked.items()):
                 looked = {name: news for name, news in looked.items() if not is_node(name)}  # all nodes, or none
+            resting = any(is_node(name) for name, news in looked.items() if news is False)
             for database in [name for name, news in looked.items() if news is not True]:
                 del wanted[database]
                 self._lose(looked[database], database, works)
             nodes = {name: dsns[name] for name in sorted(wanted) if is_node(name)}
-            on_nodes = bool(nodes) or any(work.row.spread_here for work in works)
+            on_nodes = bool(nodes) or (not resting and any(work.row.spread_here for work in works))
             if on_nodes and not self._raise_barrier(stack, nodes, works):
                 wanted = {name: of for name, of in wanted.items() if not is_node(name)}
                 on_nodes, nodes = False, {}

@@ -98,7 +98,9 @@ class Programs:
             self.conn.execute("SELECT set_config('search_path', '', true)")
             analysis = Analysis(self.conn)
             relations = analysis.relations(view)
-            own = next(relation for relation in relations.values() if relation.oid == view)
+            own = next((relation for relation in relations.values() if relation.oid == view), None)
+            if own is None:
+                raise SourceChangedError("the view of the query was dropped or made anew", "Refresh again.")
             try:
                 self._check_route(view)
                 self._check_functions(view, own)

@@ -148,6 +148,8 @@ class Reading:
             assert work.compiled is not None
             work.cut_time, work.merge_mb = cut.time, cut.merge_mb
             work.sources = sources[work.row.pgt_id]
+            shards = [cut.shards[table] for table in work.row.spread_here]
+            work.shards = {name: relid for one in shards for name, relid in zip(one.names, one.relids, strict=True)}
             work.reshaped = work.compiled.shape != shape or _changed_shape(work, cut.others)
             if work.reshaped:
                 self.programs.plans.forget(work.row.pgt_id)
@@ -199,6 +201,9 @@ class Reading:
         assert work.compiled is not None
         assert work.frontier is not None
         _check_key(work)
+        work.needs_all = _has_come_meanwhile(work)
+        if work.needs_all:
+            return
         work.decision = decide(work.row, work.compiled, work.sources, work.frontier)
         check_fuse(work, cut)
         compare_costs(work, cut)
@@ -352,6 +357,12 @@ def _check_key(work: Work) -> None:
         f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
         "The query or the key of a source was changed. Drop the stream table and create it again.",
     )
+
+
+def _has_come_meanwhile(work: Work) -> bool:
+    """Whether the coordinator's shards changed, though no node had news when it was asked: what is there now belongs to it."""
+    changed = any(source.spread and source.changed and not source.database for source in work.sources)
+    return changed and any(source.spread and source.resting for source in work.sources)
 
 
 def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:

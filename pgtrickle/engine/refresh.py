@@ -29,7 +29,7 @@ from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
-from pgtrickle.engine.reach import Connections, is_node
+from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.reading import Reading
 from pgtrickle.engine.sets import Sets
 from pgtrickle.engine.sharing import Input
@@ -171,6 +171,7 @@ class Engine:
             for work in works:
                 if work.large is not None:
                     work.large.release()
+        again += self._lost_shards(works, retry=retry)
         self.give_up([work for work in works if work.error is not None], None, initiated_by)
         outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
         self.settle([work for work in works if work.applied])
@@ -188,16 +189,16 @@ class Engine:
                 missing = {source.relid for source in work.sources if not source.attached or source.lacking}
                 stale = tuple(relid for relid in stale if relid in missing)
             elsewhere = {source.relid for source in work.foreign if source.relid in stale}
-            spread = any(one.relid in stale and (one.spread or is_node(one.database)) for one in work.sources)
+            spread = {one.relid for one in work.sources if one.relid in stale and one.spread}
             if not stale or (spread and not self._respread(work)) or not self.elsewhere.subscribe(work, elsewhere):
                 continue
-            for relid in set(stale) - elsewhere:
+            for relid in set(stale) - elsewhere - spread:
                 run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
             if known is not None and work.frontier is not None and known.node != work.frontier.node:
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
-            if known is not None and work.decision is not None and work.decision.reason is not None:
-                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # capture that was mended remembers nothing
+            if elsewhere and work.decision is not None and work.decision.reason is not None:
+                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # its new subscription remembers nothing
             self.programs.plans.forget(work.row.pgt_id)
             found.append(work.row.pgt_id)
         return found
@@ -257,18 +258,38 @@ class Engine:
             work.error = error
         return work.error is None
 
+    def _lost_shards(self, works: Sequence[Work], *, retry: bool) -> list[int]:
+        """Stream tables that failed because shards have left while they were read: read again, once."""
+        failed = [work for work in works if work.error is not None and work.phases.delta is None]
+        moved = [work for work in failed if self._moved(self.conn, work)]
+        for work in moved:
+            lost = SourceChangedError(f"shards below {work.row.label} keep moving", "A service tries again by itself.")
+            work.error = None if retry else lost
+        return [work.row.pgt_id for work in moved] if retry else []
+
+    @staticmethod
+    def _moved(conn: psycopg.Connection[Any], work: Work) -> bool:
+        """Whether shards of the coordinator are others than those it read. Its lock on their table does not stop that."""
+        if not work.shards or work.job is None:
+            return False
+        rows = conn.execute(
+            "SELECT n, to_regclass(n)::oid::bigint FROM unnest(%s::text[]) AS n", (list(work.shards),)
+        ).fetchall()
+        return None in work.shards.values() or dict(rows) != work.shards
+
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
         found = [*self.altered(self.conn, works), *self.elsewhere.altered(works)]
         if found and not retry:
             raise SourceChangedError(
-                f"partitions or capture triggers below {found[0].row.label} keep changing", "Refresh again later."
+                f"partitions, shards or capture triggers below {found[0].row.label} keep changing",
+                "Refresh again later.",
             )
         return [work.row.pgt_id for work in found]
 
-    @staticmethod
-    def altered(conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
-        """Those whose sources have other partitions or capture triggers than when they were read."""
+    @classmethod
+    def altered(cls, conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
+        """Those whose sources have other partitions, shards or capture triggers than when they were read."""
         names = {
             source.relid: source.signature
             for work in works
@@ -281,7 +302,9 @@ class Engine:
             "SELECT r, pgtrickle._capture_signature(r::oid::regclass) FROM unnest(%s::bigint[]) AS r", (list(names),)
         ).fetchall()
         altered = {relid for relid, signature in rows if signature != names[relid]}
-        return [work for work in works if any(source.relid in altered for source in work.sources)]
+        return [
+            work for work in works if any(source.relid in altered for source in work.sources) or cls._moved(conn, work)
+        ]
 
     def give_up(
         self, works: Sequence[Work], cause: BaseException | None, initiated_by: str, ids: Sequence[int] = ()

@@ -29,6 +29,7 @@ class Shards:
     column: str | None = None  # whose hash tells in which of them a row is, where one does
     lowest: tuple[int, ...] = ()  # hash in each
     highest: tuple[int, ...] = ()
+    relids: tuple[int | None, ...] = ()  # what the names stood for; None for what is younger than the cut
 
     def holding(self, conn: psycopg.Connection[Any], type_: str, values: Sequence[str]) -> sql.Composable:
         """A query for the rows with these values in that column: shards that can have none are left alone."""
@@ -52,6 +53,6 @@ def shards_here(conn: psycopg.Connection[Any], tables: Collection[int]) -> dict[
         return {}
     rows = conn.execute(load_query("shards_here"), {"tables": sorted(tables)}).fetchall()
     return {
-        table: Shards(tuple(names), query, column, tuple(lowest), tuple(highest))
-        for table, names, query, column, lowest, highest in rows
+        table: Shards(tuple(names), query, column, tuple(lowest), tuple(highest), tuple(relids))
+        for table, names, query, column, lowest, highest, relids in rows
     }

@@ -38,7 +38,7 @@ class Source:
     shard: bool = False  # it is read as the table of a member of a set
     resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
     joined: bool = False  # a shard that is new: all its rows are changes
-    spread: bool = False  # a distributed table: what the coordinator has of it
+    spread: bool = False  # a distributed table: what one node, or the coordinator, has of it
     moved_in: bool = False  # of a node that is new: what it has was read elsewhere, or not captured
 
     @property
@@ -119,10 +119,16 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
             spread=row["spread"],
         )
     label = f"{known.database}.{known.schema}.{known.name}"
+    there: dict[str, Any] = {
+        "database": known.database,
+        "there": known.there,
+        "shard": known.shard,
+        "spread": is_node(known.database),
+    }
     if known.database not in others:
         signature = row["known_signature"]
         source = Source(row["relid"], label, None, None, signature, signature, 0, resting=True)
-        return replace(source, database=known.database, there=known.there, shard=known.shard)
+        return replace(source, **there)
     consumed = others[known.database].consumed.get((known.consumer, known.there))
     if consumed is None:
         source = Source(row["relid"], label, None, None, None, row["known_signature"], 0)
@@ -137,7 +143,7 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignS
             consumed.buffered,
             proofs=(consumed.proof, consumed.former_proof),
         )
-    return replace(source, database=known.database, there=known.there, shard=known.shard)
+    return replace(source, **there)
 
 
 def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:

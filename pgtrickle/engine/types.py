@@ -42,8 +42,8 @@ class StreamTableRow:
     st_placement: str  # of its table in a Citus cluster
     output_distribution_column: str | None
     databases: list[str]  # others that it reads
-    reads_here: bool  # tables of this one too
-    spread_here: list[int]  # distributed tables of which this database, the coordinator, may have shards
+    reads_here: bool  # tables of this one too, apart from those
+    spread_here: list[int]  # distributed tables: this database, the coordinator, may have shards of them
     on_citus: bool  # the database has Citus
     session_settings: dict[str, str]
     defining_query: str

@@ -108,6 +108,6 @@ def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) ->
     names = [name for one in shards for name in one.names]
     if not names:
         return 0
-    row = conn.execute("SELECT sum(pg_table_size(n::regclass)) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
+    row = conn.execute("SELECT sum(pg_table_size(to_regclass(n))) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
     assert row is not None
     return int(row[0] or 0)

@@ -41,6 +41,7 @@ class Work:
     fetcher: Fetcher[Any] | None = None  # of Arrow tables, or of Spark's frames where it is a large one
     sources: list[Source] = field(default_factory=list)
     foreign: list[ForeignSource] = field(default_factory=list)
+    shards: dict[str, int | None] = field(default_factory=dict)  # of the coordinator, that it reads: names and OIDs
     lacking: dict[str, dict[str, Interest]] = field(
         default_factory=dict
     )  # what no broker offered, by database and source

@@ -37,8 +37,8 @@ SELECT v.pgt_id,
                                 FROM reached r JOIN pgtrickle.pgt_shards m ON m.relid = r.oid
                                 JOIN pgtrickle.pgt_foreign_tables f ON f.relid = m.member_relid
                                 WHERE r.pgt_id = v.pgt_id), '')
-                   || coalesce((SELECT string_agg(t.relid::oid || ':here', ',' ORDER BY t.relid::oid)
-                                FROM reached r JOIN pgtrickle.pgt_sharded_tables t ON t.relid = r.oid AND t.here
+                   || coalesce((SELECT string_agg(t.relid::oid::text, ',' ORDER BY t.relid::oid)
+                                FROM reached r JOIN pgtrickle.pgt_sharded_tables t ON t.relid = r.oid AND t.database_set = '@cluster'
                                 WHERE r.pgt_id = v.pgt_id), '')
                    || coalesce((SELECT string_agg(f.relid::oid || ':' || f.shape, ',' ORDER BY f.relid::oid)
                                 FROM reached r JOIN pgtrickle.pgt_foreign_tables f ON f.relid = r.oid AND f.resolved_by IS NOT NULL

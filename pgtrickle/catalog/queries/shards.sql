@@ -7,5 +7,5 @@ WHERE m.relid = ANY (%(relations)s::oid[])
 UNION ALL
 -- What the coordinator has itself of a distributed table.
 SELECT t.relid::oid::bigint, true, t.relid::oid::bigint, '', t.source_schema, t.source_name, NULL, NULL, NULL
-FROM pgtrickle.pgt_sharded_tables t WHERE t.here AND t.relid = ANY (%(relations)s::oid[])
+FROM pgtrickle.pgt_sharded_tables t WHERE t.database_set = '@cluster' AND t.relid = ANY (%(relations)s::oid[])
 ORDER BY relid, database;

@@ -55,7 +55,7 @@ WITH RECURSIVE active AS MATERIALIZED (
     WHERE s.may
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
-       -- Filling it takes a while. Sizes are asked of the statistics: a table that somebody has locked is not waited for.
+       -- Filling it takes a while: of what is elsewhere nothing is known here. Sizes are asked of the statistics: a table that somebody has locked is not waited for.
        s.reinit_reason IS NOT NULL AND coalesce((
            SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE') OR d.through IS NOT NULL)
                OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s

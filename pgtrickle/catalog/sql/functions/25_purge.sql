@@ -112,7 +112,7 @@ BEGIN
         JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
         CROSS JOIN (SELECT c.system_identifier || '/' || b.oid AS node FROM pg_control_system() AS c
                     JOIN pg_database AS b ON b.datname = current_database()) AS n
-        WHERE d.source_stable_name = stable_name
+        WHERE d.source_stable_name = stable_name AND d.source_type <> 'DISTRIBUTED' -- the coordinator computes those
         UNION ALL
         -- Stream tables elsewhere: one that has stored nothing yet may be at its first filling.
         SELECT c.snapshot IS NULL, c.proof IS NOT NULL OR c.seen_at > clock_timestamp() - interval '10 minutes', c.snapshot

@@ -186,7 +186,7 @@ BEGIN
         RETURN;
     END IF;
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in)
-       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = stand_in AND t.here)
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = stand_in AND t.database_set = '@cluster')
        AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = stand_in) THEN
         RAISE EXCEPTION '% is the last database behind %, which stream tables read', gone, stand_in
             USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those stream tables first.';

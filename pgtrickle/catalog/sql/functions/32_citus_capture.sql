@@ -288,7 +288,7 @@ DECLARE
     wanted record;
 BEGIN
     FOR wanted IN
-        SELECT h.relation, h.suffix, o.operation FROM pgtrickle._captured_here(source) AS h
+        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._captured_here(source) AS h
         CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
         LEFT JOIN pg_trigger AS t ON t.tgrelid = h.relation AND t.tgenabled = 'O'
             AND t.tgname = format('pgtrickle_capture_%s_%s%s', lower(o.operation), stable_name, h.suffix)
@@ -296,7 +296,21 @@ BEGIN
         ORDER BY h.relation::oid, o.operation
     LOOP
         PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, wanted.suffix);
+        IF wanted.lacks THEN
+            PERFORM pgtrickle._mark_gap(source, stable_name);
+        END IF;
     END LOOP;
+END
+$$;
+
+-- Who has read a table before starts over: nobody knows since when a trigger was not there.
+CREATE OR REPLACE FUNCTION pgtrickle._mark_gap(source regclass, stable_name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pgtrickle._mark(t.source_stable_name, 'GAP') FROM pgtrickle.pgt_change_tracking AS t
+    WHERE t.source_relid = source AND t.source_stable_name = stable_name;
 END
 $$;
 

@@ -23,7 +23,6 @@ DECLARE
     known record;
     groups bigint;
     placed bigint;
-    here boolean;
 BEGIN
     IF NOT pgtrickle._is_distributed(source) OR pgtrickle._citus_group() <> 0 THEN
         RAISE EXCEPTION '% is not a distributed table of this coordinator', source
@@ -36,31 +35,17 @@ BEGIN
         UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
         WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
     END IF;
-    here := coalesce(known.here, false) OR pgtrickle._may_be_here(source); -- who has left reads a few empty tables, and need not start over
     INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by) VALUES ('@cluster', pgtrickle._caller()) ON CONFLICT DO NOTHING;
-    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto, here)
-    SELECT source, '@cluster', n.nspname, c.relname, groups, placed, here
+    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
+    SELECT source, '@cluster', n.nspname, c.relname, groups, placed
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
-    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name, here = excluded.here,
+    ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name,
                                       prepared_group = excluded.prepared_group, placed_upto = excluded.placed_upto;
     PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
-    IF here AND known.here IS DISTINCT FROM true THEN
+    IF known.relid IS NULL THEN -- also where there are no other nodes
         PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = source);
-        UPDATE pgtrickle.pgt_stream_tables AS s
-        SET reinit_reason = coalesce(s.reinit_reason, format('the coordinator may have shards of %s now', source)), next_due = '-infinity'
-        WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
     END IF;
-END
-$$;
-
--- Whether the coordinator has shards of a distributed table, or may get some.
-CREATE OR REPLACE FUNCTION pgtrickle._may_be_here(relation regclass) RETURNS boolean
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    RETURN EXISTS (SELECT FROM pg_dist_node AS n WHERE n.groupid = 0 AND n.noderole = 'primary' AND n.isactive AND n.shouldhaveshards)
-        OR EXISTS (SELECT FROM pgtrickle._shards_here(relation));
 END
 $$;
 
@@ -120,7 +105,7 @@ AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation AND t.database_set = '@cluster')
 $$;
 
--- A node that has shards of a distributed table and is not among those that it is read from.
+-- A node that has shards of a distributed table and is not among those that it is read from. The coordinator always is.
 CREATE OR REPLACE FUNCTION pgtrickle._unread_node(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -129,8 +114,7 @@ BEGIN
         RETURN NULL;
     END IF;
     RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
-            WHERE s.logicalrelid = relation AND p.shardstate = 1
-              AND NOT (p.groupid = 0 AND (SELECT t.here FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation))
+            WHERE s.logicalrelid = relation AND p.shardstate = 1 AND p.groupid <> 0
               AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m
                               WHERE m.relid = relation AND m.database = pgtrickle._node_name(p.groupid)));
 END
@@ -148,7 +132,6 @@ BEGIN
     SELECT t.relid FROM pgtrickle.pgt_sharded_tables AS t
     WHERE t.database_set = '@cluster' AND pgtrickle._is_distributed(t.relid)
       AND (t.prepared_group IS DISTINCT FROM pgtrickle._groups_issued()
-           OR NOT t.here AND pgtrickle._may_be_here(t.relid)
            OR ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
               <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
            OR EXISTS (SELECT FROM pgtrickle._citus_nodes() AS n JOIN pgtrickle.pgt_databases AS d ON d.citus_group = n.groupid
@@ -181,7 +164,10 @@ BEGIN
                       OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
-                      OR pgtrickle._unread_node(d.through) IS NOT NULL));
+                      OR pgtrickle._unread_node(d.through) IS NOT NULL
+                      -- Of an earlier version, which did not read the coordinator.
+                      OR pgtrickle._is_spread(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
+                                                                         WHERE h.pgt_id = d.pgt_id AND h.source_relid = d.through)));
         -- A table that is not distributed any more is read here again.
         DELETE FROM pgtrickle.pgt_sharded_tables AS t
         WHERE t.database_set = '@cluster' AND NOT pgtrickle._is_distributed(t.relid);

@@ -136,7 +136,7 @@ AS $$
           UNION ALL
           -- What the coordinator has of a distributed table is read here, as the table itself.
           SELECT s.relation, s.columns, s.relation
-          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation AND t.here
+          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation AND t.database_set = '@cluster'
           WHERE NOT through_coordinator) AS r
     LEFT JOIN LATERAL unnest(r.columns) AS c ON true
     GROUP BY r.relation
