@@ -36,7 +36,14 @@ from pgtrickle.engine.sharing import Input
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PgtrickleError, PrivilegeError, RefreshConflictError, RefreshError, SourceChangedError
+from pgtrickle.errors import (
+    PgtrickleError,
+    PrivilegeError,
+    RefreshConflictError,
+    RefreshError,
+    SourceChangedError,
+    SourceLockedError,
+)
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
@@ -192,8 +199,13 @@ class Engine:
             spread = {one.relid for one in work.sources if one.relid in stale and one.spread}
             if not stale or (spread and not self._respread(work)) or not self.elsewhere.subscribe(work, elsewhere):
                 continue
-            for relid in set(stale) - elsewhere - spread:
-                run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
+            try:
+                for relid in set(stale) - elsewhere - spread:
+                    run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
+            except psycopg.errors.LockNotAvailable as error:
+                message = error.diag.message_primary or str(error)
+                work.error = SourceLockedError(message, error.diag.message_hint or "A service tries again by itself.")
+                continue
             if known is not None and work.frontier is not None and known.node != work.frontier.node:
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))

@@ -161,6 +161,7 @@ def test_a_local_table_is_distributed_and_back(shop: Shop) -> None:
         "SELECT undistribute_table('t')",
         "SELECT create_distributed_table('t', 'id')",
         "SELECT alter_distributed_table('t', shard_count := 6)",
+        "SELECT create_distributed_table_concurrently('loc', 'grp')",
     ]
     for step in steps:
         shop.change()

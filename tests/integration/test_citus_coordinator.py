@@ -173,6 +173,7 @@ def test_a_local_table_is_distributed_and_back_on_one_node(single: Shop) -> None
         "SELECT undistribute_table('loc')",
         "SELECT undistribute_table('t')",
         "SELECT create_distributed_table('t', 'id')",
+        "SELECT create_distributed_table_concurrently('loc', 'grp')",
     ):
         single.change()
         single.conn.execute(step.encode())

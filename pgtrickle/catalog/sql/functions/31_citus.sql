@@ -68,6 +68,19 @@ AS $$
                AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid = relation))
 $$;
 
+-- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not show those), or what was one
+-- waits to be dropped.
+CREATE OR REPLACE FUNCTION pgtrickle._has_left(relation oid) RETURNS boolean
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = relation) THEN
+        RETURN true;
+    END IF;
+    RETURN pgtrickle._has_citus() AND EXISTS (SELECT FROM pg_dist_cleanup AS c WHERE to_regclass(c.object_name) = relation);
+END
+$$;
+
 -- The shards of a distributed table that are on this node, with the hashes of their rows.
 CREATE OR REPLACE FUNCTION pgtrickle._shards_here(relation regclass) RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp

@@ -12,7 +12,7 @@ AS $$
                                 -- One that Citus made anew has kept its triggers.
                                 (SELECT min(t.source_stable_name) FROM pgtrickle.pgt_change_tracking AS t
                                  JOIN pg_trigger AS g ON g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
-                                 WHERE NOT EXISTS (SELECT FROM pg_class AS o WHERE o.oid = t.source_relid)),
+                                 WHERE pgtrickle._has_left(t.source_relid)),
                                 pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
         'placement', pgtrickle._citus_placement(source),
         'columns', (SELECT jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum)
@@ -31,8 +31,8 @@ DECLARE
     tracked text := (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source);
 BEGIN
     IF stable_name !~ '^[0-9a-f]{16}$' OR tracked <> stable_name
-       OR EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS c ON c.oid = t.source_relid
-                  WHERE t.source_stable_name = stable_name AND t.source_relid <> source) THEN
+       OR EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
+                  WHERE t.source_stable_name = stable_name AND t.source_relid <> source AND NOT pgtrickle._has_left(t.source_relid)) THEN
         RAISE EXCEPTION '% cannot be captured as %', source, quote_literal(stable_name)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Another table is, or it is captured under another name.';
     ELSIF tracked IS NULL AND stable_name <> (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)) FROM pg_class AS c
@@ -225,7 +225,7 @@ BEGIN
     -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
     UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
     WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
-      AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = t.source_relid);
+      AND pgtrickle._has_left(t.source_relid);
     IF FOUND THEN
         PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
         UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;

@@ -164,6 +164,7 @@ BEGIN
                       OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
+                      OR t.capture_kind IS NULL AND d.source_type = 'TABLE' AND pgtrickle._is_citus_source(d.source_relid) -- what began before failed
                       OR pgtrickle._unread_node(d.through) IS NOT NULL
                       -- Of an earlier version, which did not read the coordinator.
                       OR pgtrickle._is_spread(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
