@@ -95,7 +95,7 @@ def test_triggers_that_somebody_switched_off(single: Shop, name: str, write: str
         single.goes_on()
 
 
-@pytest.mark.parametrize("st_placement", ["reference", "distributed", None])
+@pytest.mark.parametrize("st_placement", ["distributed", None])  # None makes them reference tables
 def test_stream_tables_are_placed_on_one_node(single: Shop, st_placement: str | None) -> None:
     single.create(*QUERIES, st_placement=st_placement)
     above = "SELECT twice % 10 AS last, count(*) AS n FROM rows GROUP BY twice % 10"
@@ -280,7 +280,7 @@ def test_shards_that_visit_the_coordinator_between_two_refreshes(shop: Shop) -> 
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-@pytest.mark.parametrize("large", [True, False])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_shards_that_leave_the_coordinator_while_it_is_read(everywhere: Shop, comes_back: bool, large: bool) -> None:
     """One that comes back is another table, which the cut's snapshot does not see."""
     shop = everywhere

@@ -154,7 +154,7 @@ def bank(
 
 
 @pytest.mark.parametrize("bank", ["workers", "one node", "all nodes"], indirect=True)
-@pytest.mark.parametrize("seconds", [12.0, pytest.param(60.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.long)])
 def test_no_refresh_shows_half_a_transaction(bank: Bank, seconds: float) -> None:
     with bank.busy():
         bank.over.wait(seconds)
