@@ -28,6 +28,7 @@ from pgtrickle.compile.placed import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
+from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.failures import Policy, is_transient, pause_after
 from pgtrickle.engine.jobs import full_query
@@ -48,10 +49,6 @@ if TYPE_CHECKING:
 
 STATEMENT_TIMEOUT = "30min"
 RECOVERY_LOOKS = 10  # a tenth of a second apart
-PREPARED = (
-    "SELECT coalesce(string_agg(gid, ' '), '') FROM pg_prepared_xacts"
-    " WHERE database = current_database() AND gid LIKE 'citus\\_%'"
-)
 LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
 
 

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 COORDINATOR = "@coordinator"
 LOCK_TIMEOUT = "300ms"
 ATTEMPTS = 10
+# What waits on a node to be committed, by somebody at work or because a crash left it.
+PREPARED = (
+    "SELECT coalesce(string_agg(gid, ' '), '') FROM pg_prepared_xacts"
+    " WHERE database = current_database() AND gid LIKE 'citus\\_%'"
+)
 
 
 @dataclass
@@ -89,8 +94,7 @@ class Barrier:
                         f"role {conn.info.user} may not keep transactions from ending on {name} while all nodes are cut",
                         f"As superuser, there: GRANT UPDATE ON pg_catalog.pg_dist_transaction TO {conn.info.user};",
                     ) from error
-        prepared = "SELECT count(*) FROM pg_prepared_xacts WHERE database = current_database() AND gid LIKE 'citus\\_%'"
-        return all(conn.execute(prepared).fetchone() == (0,) for conn in conns.values())
+        return all(conn.execute(PREPARED).fetchone() == ("",) for conn in conns.values())
 
 
 @dataclass

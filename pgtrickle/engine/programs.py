@@ -100,7 +100,10 @@ class Programs:
             relations = analysis.relations(view)
             own = next((relation for relation in relations.values() if relation.oid == view), None)
             if own is None:
-                raise SourceChangedError("the view of the query was dropped or made anew", "Refresh again.")
+                raise SourceChangedError(
+                    "the view of the query was made anew while it was read, as Citus does with tables it distributes",
+                    "Refresh again; a service does so by itself.",
+                )
             try:
                 self._check_route(view)
                 self._check_functions(view, own)
