@@ -10,7 +10,7 @@ from pgtrickle.cli.main import LATE, main
 from pgtrickle.errors import NotInTimeError, RefreshError
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
-from tests.support.service import running_service
+from tests.support.service import running_service, serving
 
 QUERY = "SELECT kind, sum(100 / val) AS parts FROM item GROUP BY kind"
 
@@ -41,6 +41,7 @@ def refreshes(conn: psycopg.Connection) -> int:
 
 def test_the_same_id_is_the_same_request(shop: TestDatabase, conn: psycopg.Connection) -> None:
     with running_service(shop.dsn, shop.name):
+        serving(conn)
         conn.execute("INSERT INTO item VALUES (100, 1, 5)")
         assert refresh(shop.dsn, "--request-id", "run-1") == 0
         assert_equal_to_query(conn, "parts", QUERY)
@@ -55,6 +56,7 @@ def test_the_same_id_is_the_same_request(shop: TestDatabase, conn: psycopg.Conne
 
 def test_what_failed_is_asked_for_again(shop: TestDatabase, conn: psycopg.Connection) -> None:
     with running_service(shop.dsn, shop.name), pgtrickle.connect(shop.dsn) as db:
+        serving(conn)
         conn.execute("INSERT INTO item VALUES (100, 1, 0)")
         request = db.request_refresh("parts", key="run-1")
         with pytest.raises(RefreshError, match="division by zero"):
@@ -73,6 +75,7 @@ def test_what_is_not_done_in_time_still_stands(
     shop: TestDatabase, conn: psycopg.Connection, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_service(shop.dsn, shop.name):
+        serving(conn)
         conn.execute("INSERT INTO item VALUES (100, 1, 5)")
         conn.execute("SELECT pgtrickle.pause()")
         assert refresh(shop.dsn, "--request-id", "run-1", "--timeout", "0.5") == LATE

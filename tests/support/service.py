@@ -35,6 +35,12 @@ def until(condition: Callable[[], object], what: str = "the condition") -> None:
         time.sleep(0.02)
 
 
+def serving(conn: psycopg.Connection) -> None:
+    """Wait until a service has made itself known in this database: its scheduler does that after it has started."""
+    known = "SELECT count(*) FROM pgtrickle.pgt_services WHERE kind = 'service'"
+    until(lambda: conn.execute(known).fetchone() != (0,), "a service is known")
+
+
 def fresh(conn: psycopg.Connection, *names: str) -> None:
     """Wait until stream tables include everything that is committed."""
     for name in names:
