@@ -280,8 +280,10 @@ def test_old_snapshots_tell_what_is_still_the_present(shop: Shop, level: psycopg
             old.isolation_level = level
             for statement, end, note, expected in (
                 ("ALTER v TYPE bigint", "ROLLBACK", "abc", "DIFFERENTIAL"),
-                (f"ALTER note TYPE varchar({10 + node})", "COMMIT", "long note" + "!" * (node + 1), "REINITIALIZE"),
-                ("ALTER note TYPE varchar(20)", "ROLLBACK", "long note", "DIFFERENTIAL"),
+                (f"ALTER note TYPE varchar({10 + node})", "COMMIT", "long note" + "!" * (node + 1), "DIFFERENTIAL"),
+                (f"ALTER note TYPE {'text' if node % 2 else 'name'}", "COMMIT", "not fitting in it", "REINITIALIZE"),
+                ("ALTER note TYPE bytea USING NULL", "ROLLBACK", "long note", "DIFFERENTIAL"),
+                (f"ALTER note TYPE varchar({9 + node})", "COMMIT", "short", "REINITIALIZE"),
             ):
                 old.execute("SELECT pg_current_snapshot()")  # and no lock
                 shop.conn.execute("BEGIN")

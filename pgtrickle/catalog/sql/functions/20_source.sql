@@ -66,8 +66,25 @@ BEGIN
 END
 $$;
 
--- The type of a buffer column, as DDL text: the source column's own; a domain's base type, so that its constraints
--- are not checked again on old values.
+-- What a domain is made of, in the end; other types are themselves.
+CREATE OR REPLACE FUNCTION pgtrickle._base_type(type oid) RETURNS oid
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    base oid := type;
+    below oid;
+BEGIN
+    LOOP
+        SELECT t.typbasetype INTO STRICT below FROM pg_type AS t WHERE t.oid = base;
+        EXIT WHEN below = 0;
+        base := below;
+    END LOOP;
+    RETURN base;
+END
+$$;
+
+-- The type of a buffer column, as DDL text: the source column's own, a domain's base type, so that its constraints are not checked again on
+-- old values. Without its length or precision, which may be altered before anybody looks: a value that was stored in the source is stored here.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_type(source regclass, attribute smallint) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -75,22 +92,16 @@ DECLARE
     col record;
     base record;
 BEGIN
-    SELECT atttypid, atttypmod, attcollation INTO STRICT col 
-    FROM pg_attribute WHERE attrelid = source AND attnum = attribute;
-    LOOP
-        SELECT typtype, typbasetype, typtypmod, typcollation, typnamespace INTO STRICT base
-        FROM pg_type WHERE oid = col.atttypid;
-        EXIT WHEN base.typtype <> 'd';
-        col.atttypid := base.typbasetype;
-        col.atttypmod := base.typtypmod;
-    END LOOP;
+    SELECT pgtrickle._base_type(a.atttypid) AS type, a.attcollation INTO STRICT col
+    FROM pg_attribute AS a WHERE a.attrelid = source AND a.attnum = attribute;
+    SELECT t.typcollation, t.typnamespace INTO STRICT base FROM pg_type AS t WHERE t.oid = col.type;
     IF NOT has_schema_privilege(base.typnamespace, 'USAGE') THEN
         RAISE EXCEPTION 'the changes of % cannot be stored: role % may not use schema %, where type % is',
-                source, current_user, base.typnamespace::regnamespace, format_type(col.atttypid, NULL)
+                source, current_user, base.typnamespace::regnamespace, format_type(col.type, NULL)
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Run: GRANT USAGE ON SCHEMA %s TO %I;', base.typnamespace::regnamespace, current_user);
     END IF;
-    RETURN format_type(col.atttypid, col.atttypmod)
+    RETURN format_type(col.type, -1)
         || CASE WHEN col.attcollation IN (0, base.typcollation) THEN ''
                 ELSE (SELECT format(' COLLATE %I.%I', n.nspname, c.collname) FROM pg_collation AS c
                       JOIN pg_namespace AS n ON n.oid = c.collnamespace WHERE c.oid = col.attcollation) END;

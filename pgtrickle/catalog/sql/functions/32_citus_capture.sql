@@ -15,7 +15,7 @@ AS $$
                                  WHERE pgtrickle._has_left(t.source_relid)),
                                 pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
         'placement', pgtrickle._citus_placement(source),
-        'columns', (SELECT jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum)
+        'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum), '[]')
                     FROM pg_attribute AS a
                     WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> 'v'))
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
@@ -43,66 +43,28 @@ BEGIN
     RETURN (
         SELECT jsonb_build_object(
             'name', format('%I.%I', n.nspname, c.relname), 'stable_name', stable_name, 'placement', pgtrickle._citus_placement(source),
-            'columns', (SELECT jsonb_agg(jsonb_build_object(
-                            'attnum', (s ->> 'attnum')::smallint, 'name', a.attname, 'type', format_type(a.atttypid, NULL), 'typmod', a.atttypmod,
-                            'stored', pgtrickle._buffer_type(source, a.attnum)) ORDER BY (s ->> 'attnum')::smallint)
+            'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object(
+                            'attnum', (s ->> 'attnum')::smallint, 'name', a.attname, 'type', pgtrickle._base_type(a.atttypid),
+                            'stored', pgtrickle._buffer_type(source, a.attnum)) ORDER BY (s ->> 'attnum')::smallint), '[]')
                         FROM jsonb_array_elements(said -> 'columns') AS s
                         JOIN pg_attribute AS a ON a.attrelid = source AND a.attname = s ->> 'name' AND a.attnum > 0 AND NOT a.attisdropped))
         FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
 END
 $$;
 
--- In a capture trigger: whether the table or shard that it is on still has these columns. Which one that is the text that many shards share
--- cannot tell; but it is locked by us, and if all fit that are, it does. A snapshot of REPEATABLE READ may be older than the last ALTER: what
--- it sees is the present only if nobody has changed it since. New sessions come here with their first statement, and a join would take
--- longer to plan.
-CREATE OR REPLACE FUNCTION pgtrickle._shards_fit_now(stable_name text, columns text[]) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+-- FROM clause of a capture trigger's statements: r.types tells what types these columns have now, no row if none was touched. PostgreSQL knows
+-- the columns of a transition table when it analyses a statement, whatever the snapshot is, and does so anew after an ALTER; no catalog
+-- is asked. The planner makes a NULL of each CASE, of its column's type, and record_send() writes types. A name that is not found there is found
+-- in `lacking`, with another type.
+CREATE OR REPLACE FUNCTION pgtrickle._types_in(definition jsonb, touched text) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    capture oid := to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()');
-    expected bigint := cardinality(columns);
-    old_snapshot boolean := current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
-    shards oid[] := ARRAY(
-        SELECT t.tgrelid FROM pg_trigger AS t
-        WHERE t.tgfoid = capture AND t.tgrelid = ANY (ARRAY(
-            SELECT l.relation FROM pg_lock_status() AS l WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation')));
-BEGIN
-    RETURN cardinality(shards) > 0 AND expected = ALL (
-        SELECT (SELECT count(*) FROM pg_attribute AS a
-                WHERE a.attrelid = shard AND NOT a.attisdropped AND concat_ws(' ', a.atttypmod, format_type(a.atttypid, NULL), a.attname) = ANY (columns)
-                  AND (NOT old_snapshot OR pgtrickle._is_present(a.xmax)))
-        FROM unnest(shards) AS shard);
-END
+    SELECT format($sql$(SELECT %s) AS lacking,
+                LATERAL (SELECT pg_catalog.record_send(ROW(%s)) AS types FROM %s LIMIT 1) AS r$sql$,
+        string_agg(format('NULL::pg_catalog.%s AS %I', CASE c.type WHEN 'int4'::regtype THEN 'text' ELSE 'int4' END, c.name), ', ' ORDER BY c.attnum),
+        string_agg(format('CASE WHEN false THEN %I END', c.name), ', ' ORDER BY c.attnum), touched)
+    FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._shards_fit_now(text, text[]) FROM PUBLIC;
-
--- Whether a row of a catalog with this xmax has no newer version: none was made, or it was rolled back.
-CREATE OR REPLACE FUNCTION pgtrickle._is_present(changed_by xid) RETURNS boolean
-LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    round CONSTANT bigint := 4294967296; -- xmax is the lower half of a number that is near ours
-    mine bigint := pg_current_xact_id()::text::bigint;
-    distance bigint := (changed_by::text::bigint - mine % round + round) % round;
-BEGIN
-    RETURN changed_by = '0' OR coalesce(pg_xact_status(
-        (mine + distance - CASE WHEN distance >= round / 2 THEN round ELSE 0 END)::text::xid8) = 'aborted', false);
-END
-$$;
-REVOKE ALL ON FUNCTION pgtrickle._is_present(xid) FROM PUBLIC;
-
--- The same when a statement is planned, as _columns_fit() does it for plain tables: PL/pgSQL has plans of its own for each shard, and a plan
--- that reads a transition table is made anew when the table that the trigger is on was altered. The function called here is VOLATILE
--- so that it looks with a new snapshot.
-CREATE OR REPLACE FUNCTION pgtrickle._shards_fit(stable_name text, columns text[]) RETURNS boolean
-LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    RETURN pgtrickle._shards_fit_now(stable_name, columns);
-END
-$$;
-REVOKE ALL ON FUNCTION pgtrickle._shards_fit(text, text[]) FROM PUBLIC;
 
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since.
@@ -116,10 +78,13 @@ CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETUR
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT format($body$
+#variable_conflict use_column
+DECLARE
+    fits boolean;
 BEGIN
     %2$s%3$sEND IF;
     IF pg_catalog.to_regclass('pgtrickle_changes.turn_%1$s') IS NOT NULL THEN -- else a new node, which nobody reads yet: who will starts over
-        EXECUTE pgtrickle._capture_otherwise('%1$s', TG_OP, TG_RELID, %4$L, %5$L, %6$L);
+        EXECUTE pgtrickle._store_or_mark('%1$s', TG_OP, TG_RELID, fits, %4$L, %5$L);
     END IF;
     RETURN NEW; -- that is NULL, without an expression
 END
@@ -135,34 +100,35 @@ $body$,
     $body$, definition ->> 'stable_name') END,
         (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
         %sEND IF;
-        IF NOT EXISTS (SELECT FROM %s) THEN
+        fits := (SELECT r.types OPERATOR(pg_catalog.=) %L FROM %s);
+        IF fits IS NULL THEN
             RETURN NEW;
         END IF;
-    $body$, o.operation, p.ways, o.touched), 'ELS' ORDER BY o.number)
+    $body$, o.operation, p.ways, c.types, pgtrickle._types_in(definition, o.touched)), 'ELS' ORDER BY o.number)
          FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
          CROSS JOIN LATERAL (
-            SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%9$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
+            SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%8$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT %2$L, pg_catalog.txid_current()
-            WHERE EXISTS (SELECT FROM %3$s) AND pgtrickle._shards_fit(%2$L, %4$L)
-                AND pg_catalog.pg_stat_get_live_tuples('pgtrickle_changes.%5$s'::pg_catalog.regclass) OPERATOR(pg_catalog.<=) %6$s;
+            SELECT %2$L, pg_catalog.txid_current() FROM %3$s
+            WHERE r.types OPERATOR(pg_catalog.=) %9$L
+                AND pg_catalog.pg_stat_get_live_tuples('pgtrickle_changes.%4$s'::pg_catalog.regclass) OPERATOR(pg_catalog.<=) %5$s;
             IF FOUND THEN
-                INSERT INTO pgtrickle_changes.%5$s (__pgt_xid, __pgt_w%7$s)
-                %8$s;
+                INSERT INTO pgtrickle_changes.%4$s (__pgt_xid, __pgt_w%6$s)
+                %7$s;
                 RETURN NEW;
             END IF;
-        $body$, part.turn, definition ->> 'stable_name', o.touched, c.expected, part.name, pgtrickle._setting('max_buffer_rows'),
-                c.targets, pgtrickle._changes_of(o.operation, c.selected),
+        $body$, part.turn, definition ->> 'stable_name', pgtrickle._types_in(definition, o.touched), part.name,
+                pgtrickle._setting('max_buffer_rows'), c.targets, pgtrickle._changes_of(o.operation, c.selected),
                 -- New nodes get the coordinator's text, and have no sequence.
                 format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
-                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name'))), 'ELS' ORDER BY part.turn DESC)
+                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name')), c.types), 'ELS' ORDER BY part.turn DESC)
             FROM (VALUES (1, 'changes_' || (definition ->> 'stable_name')), (0, 'spare_' || (definition ->> 'stable_name'))) AS part (turn, name)
          ) AS p (ways)),
-        c.expected, c.targets, c.selected)
-    FROM (SELECT array_agg(concat_ws(' ', c ->> 'typmod', c ->> 'type', c ->> 'name') ORDER BY number) AS expected,
-                 string_agg(', c' || number, '' ORDER BY number) AS targets,
-                 string_agg(format(', r.%I', c ->> 'name'), '' ORDER BY number) AS selected
-          FROM jsonb_array_elements(definition -> 'columns') AS c CROSS JOIN LATERAL (SELECT (c ->> 'attnum')::int AS number) AS n) AS c
+        c.targets, c.selected)
+    FROM (SELECT '\x' || encode(int4send(count(*)::int) || coalesce(string_agg(oidsend(c.type) || int4send(-1), '' ORDER BY c.attnum), ''), 'hex') AS types,
+                 string_agg(', c' || c.attnum, '' ORDER BY c.attnum) AS targets,
+                 string_agg(format(', r.%I', c.name), '' ORDER BY c.attnum) AS selected
+          FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)) AS c
 $$;
 
 -- What a trigger stores. `selected` are the values of the columns in a row r. Weights have their column's type: a cast would be one more node
@@ -178,8 +144,8 @@ $$;
 
 -- Where a capture function cannot see that all is well, and rows were touched: leaves a marker, or returns the statement that stores the
 -- rows, for only the function itself can read its transition tables. It is run with whatever search path the writer has.
-CREATE OR REPLACE FUNCTION pgtrickle._capture_otherwise(
-    stable_name text, operation text, relation oid, columns text[], targets text, selected text)
+CREATE OR REPLACE FUNCTION pgtrickle._store_or_mark(
+    stable_name text, operation text, relation oid, fits boolean, targets text, selected text)
 RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -194,7 +160,7 @@ BEGIN
             PERFORM pgtrickle._mark(stable_name, 'TRUNCATE');
         END IF;
         RETURN 'SELECT';
-    ELSIF NOT pgtrickle._shards_fit_now(stable_name, columns) THEN
+    ELSIF NOT fits THEN
         marker := 'SCHEMA';
     ELSIF pg_stat_get_live_tuples(part::regclass) > pgtrickle._setting('max_buffer_rows')::bigint AND pgtrickle._overflows(buffer::regclass) THEN
         marker := 'OVERFLOW';
@@ -207,7 +173,7 @@ BEGIN
     RETURN format('INSERT INTO %s (__pgt_xid, __pgt_w%s) %s', part, targets, pgtrickle._changes_of(operation, selected));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._capture_otherwise(text, text, oid, text[], text, text) FROM PUBLIC;
+REVOKE ALL ON FUNCTION pgtrickle._store_or_mark(text, text, oid, boolean, text, text) FROM PUBLIC;
 
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
 CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
