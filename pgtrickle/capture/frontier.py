@@ -55,6 +55,7 @@ class Frontier:
     meaning: str  # changes when a view or function that the query uses is replaced
     databases: Mapping[str, Reflected] = field(default_factory=dict)  # others that it reads, by their names
     shards: frozenset[int] = frozenset()  # tables of members of sets, by what stands for them
+    labels: Mapping[str, str] = field(default_factory=dict)  # of enums that the query uses, by their numbers
 
     @classmethod
     def from_json(cls, value: dict[str, Any] | None) -> Frontier | None:
@@ -62,13 +63,26 @@ class Frontier:
             return None
         snapshot = replace(Snapshot.parse(value["snapshot"]), passed=value.get("passed"))
         others = {name: Reflected.from_json(one) for name, one in value.get("databases", {}).items()}
-        return cls(value["node"], snapshot, value["meaning"], others, frozenset(value.get("shards", ())))
+        return cls(
+            value["node"],
+            snapshot,
+            value["meaning"],
+            others,
+            frozenset(value.get("shards", ())),
+            value.get("labels", {}),
+        )
 
     def to_json(self) -> dict[str, Any]:
         passed = {"passed": self.snapshot.passed} if self.snapshot.passed is not None else {}
         others = {"databases": {name: one.to_json() for name, one in self.databases.items()}} if self.databases else {}
         shards = {"shards": sorted(self.shards)} if self.shards else {}
-        return {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning} | passed | others | shards
+        labels = {"labels": dict(self.labels)} if self.labels else {}
+        own = {"node": self.node, "snapshot": str(self.snapshot), "meaning": self.meaning}
+        return own | passed | others | shards | labels
+
+    def renamed(self, now: Frontier) -> list[str]:
+        """Labels of enums that have other names now, or are gone."""
+        return [name for number, name in self.labels.items() if now.labels.get(number) != name]
 
     def snapshot_of(self, database: str) -> Snapshot | None:
         """Up to which one of its databases is reflected; the empty name is its own."""

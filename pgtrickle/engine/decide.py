@@ -105,6 +105,8 @@ def _must_start_over(
         return "the database was restored or moved: its transactions are not those of the frontier"
     if known.meaning != now.meaning:
         return "a view or function that the query uses was replaced, or the guard of the table was switched off"
+    if renamed := known.renamed(now):
+        return f"a value of an enum was renamed: it was {renamed[0]}"
     if (reason := _other_members(sources, known)) is not None:
         return reason
     for source in sources:
@@ -117,6 +119,8 @@ def _must_start_over(
             return _MARKERS[kind].format(source.label)
         if source.lacking:
             return f"{'shards of ' if source.spread else ''}{source.label} lack capture triggers"
+        if source.rewritten:
+            return f"{source.label} was written anew by ALTER TABLE, and a column was altered"
         if source.captured and source.signature != source.known_signature and not source.joined:
             return f"capture triggers or partitions of {source.label} changed"
     return None

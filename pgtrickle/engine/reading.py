@@ -138,9 +138,9 @@ class Reading:
         cut_done = time.monotonic()
         media: dict[Any, InMemory] = {}
         for work in works:
-            meaning, shape = shapes[work.row.pgt_id]
+            meaning, shape, labels = shapes[work.row.pgt_id]
             others = _others(work, cut.others)
-            work.frontier = Frontier(cut.node, cut.snapshot, meaning, others, _shards(work, others))
+            work.frontier = Frontier(cut.node, cut.snapshot, meaning, others, _shards(work, others), labels)
             work.incarnations = {
                 name: cut.others[name].incarnation for name in work.row.databases if name in cut.others
             }
@@ -186,11 +186,11 @@ class Reading:
                 raise
             work.error = error
 
-    def _shapes(self, works: Sequence[Work]) -> dict[int, tuple[str, str]]:
-        """For each stream table what its query means beyond its text, and the shape that a plan is compiled for."""
+    def _shapes(self, works: Sequence[Work]) -> dict[int, tuple[str, str, dict[str, str]]]:
+        """Of each stream table: what its query means beyond its text, the shape that a plan is for, labels of enums."""
         parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
         rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
-        return {row[0]: (row[1] or "", f"{row[1]}/{row[2]}") for row in rows}
+        return {row[0]: (row[1] or "", f"{row[1]}/{row[2]}/{row[3]}", row[3]) for row in rows}
 
     def _sources(self, works: Sequence[Work], cut: Cut) -> dict[int, list[Source]]:
         frontiers = {work.row.pgt_id: Frontier.from_json(work.row.frontier) for work in works}

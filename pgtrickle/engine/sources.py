@@ -47,6 +47,11 @@ class Source:
         return self.signature == "lacking"
 
     @property
+    def rewritten(self) -> bool:
+        """Whether an ALTER TABLE may have given it other values, which no trigger tells."""
+        return self.signature == "rewritten"
+
+    @property
     def attached(self) -> bool:
         """Whether its changes are captured for this stream table now."""
         return self.buffer is not None or self.resting

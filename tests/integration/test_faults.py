@@ -486,37 +486,6 @@ def test_a_trigger_that_stays_disabled_loses_nothing(db: pgtrickle.Database, con
         assert_equal_to_query(conn, "kept", KEPT)
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        pytest.param(
-            "CREATE OR REPLACE VIEW seen AS SELECT id, val FROM item WHERE val > 30",
-            id="view",
-        ),
-        pytest.param(
-            "CREATE OR REPLACE FUNCTION twice(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + $1 + 1'",
-            id="function",
-        ),
-    ],
-)
-def test_a_replaced_part_of_the_query_starts_over(statement: str, db: pgtrickle.Database, conn: Connection) -> None:
-    query = "SELECT id, twice(val) AS val FROM seen"
-    conn.execute("CREATE FUNCTION twice(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT 2 * $1'")
-    conn.execute("CREATE VIEW seen AS SELECT id, val FROM item WHERE val > 10")
-    db.create_stream_table("doubled", query)
-    assert_equal_to_query(conn, "doubled", query)
-    conn.execute(statement.encode())
-    conn.execute("UPDATE item SET val = val + 1 WHERE id < 35")
-    db.refresh("doubled")
-    assert_equal_to_query(conn, "doubled", query)
-    action, reason = _action(db, "doubled")
-    assert (action, "replaced" in reason) == ("REINITIALIZE", True)
-    conn.execute("UPDATE item SET val = val + 1 WHERE id < 35")
-    db.refresh("doubled")
-    assert_equal_to_query(conn, "doubled", query)
-    assert _action(db, "doubled")[0] == "DIFFERENTIAL"
-
-
 def test_a_source_dropped_with_cascade_has_a_clear_error(db: pgtrickle.Database, conn: Connection) -> None:
     conn.execute("CREATE TABLE other (id int PRIMARY KEY)")
     db.create_stream_table("kept", KEPT)

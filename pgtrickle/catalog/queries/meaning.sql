@@ -1,4 +1,5 @@
--- What a query means beyond its text: the views and functions it goes through, each with the transaction that last changed it.
+-- What a query means beyond its text: the views and functions it goes through, each with the transaction that last changed it, and the labels of
+-- its enums.
 WITH RECURSIVE reached AS (
     SELECT v.pgt_id, v.view_relid::oid AS oid
     FROM unnest(%(ids)s::bigint[], %(views)s::oid[]) AS v(pgt_id, view_relid)
@@ -12,11 +13,29 @@ WITH RECURSIVE reached AS (
     SELECT reached.pgt_id, r.oid, r.xmin
     FROM reached
     JOIN pg_rewrite r ON r.ev_class = reached.oid
-), functions AS (
-    SELECT DISTINCT rules.pgt_id, p.oid, p.xmin::text AS xmin
+), used AS (
+    SELECT DISTINCT rules.pgt_id, d.refclassid, d.refobjid, d.refobjsubid
     FROM rules
-    JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = rules.oid AND d.refclassid = 'pg_proc'::regclass
-    JOIN pg_proc p ON p.oid = d.refobjid
+    JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = rules.oid
+), called AS ( -- an aggregate calls functions of its own, and operators stand for functions
+    SELECT used.pgt_id, used.refobjid AS oid FROM used WHERE used.refclassid = 'pg_proc'::regclass
+    UNION
+    SELECT used.pgt_id, part.oid
+    FROM used
+    JOIN pg_aggregate a ON a.aggfnoid = used.refobjid AND a.aggfnoid >= 16384
+    CROSS JOIN unnest(ARRAY[a.aggtransfn, a.aggfinalfn]) AS part (oid)
+    WHERE used.refclassid = 'pg_proc'::regclass
+    UNION
+    SELECT used.pgt_id, o.oprcode FROM used JOIN pg_operator o ON o.oid = used.refobjid WHERE used.refclassid = 'pg_operator'::regclass
+), functions AS (
+    SELECT called.pgt_id, p.oid, p.xmin::text AS xmin FROM called JOIN pg_proc p ON p.oid = called.oid
+), types AS (
+    SELECT used.pgt_id, used.refobjid AS oid FROM used WHERE used.refclassid = 'pg_type'::regclass
+    UNION ALL
+    SELECT used.pgt_id, a.atttypid
+    FROM used
+    JOIN pg_attribute a ON a.attrelid = used.refobjid AND a.attnum = used.refobjsubid
+    WHERE used.refclassid = 'pg_class'::regclass AND a.atttypid >= 16384
 )
 SELECT v.pgt_id,
        pgtrickle.stable_hash((SELECT string_agg(rules.oid || ':' || rules.xmin, ',' ORDER BY rules.oid)
@@ -46,5 +65,6 @@ SELECT v.pgt_id,
         FROM reached
         JOIN pg_class c ON c.oid = reached.oid
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
-        WHERE reached.pgt_id = v.pgt_id) AS shape
+        WHERE reached.pgt_id = v.pgt_id) AS shape,
+       pgtrickle._labels(ARRAY(SELECT t.oid FROM types t WHERE t.pgt_id = v.pgt_id)) AS labels
 FROM unnest(%(ids)s::bigint[]) AS v(pgt_id);

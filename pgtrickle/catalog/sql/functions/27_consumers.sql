@@ -67,6 +67,20 @@ BEGIN
 END
 $$;
 
+-- ALTER COLUMN … TYPE may compute new values, also of the same type; no trigger tells. It writes the table anew, and the column's row in the
+-- catalog: where both are other ones than before, it may have happened. Here no view of ours keeps it from happening.
+CREATE OR REPLACE FUNCTION pgtrickle._written_as(source regclass, columns smallint[]) RETURNS text[]
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN ARRAY[
+        (SELECT string_agg(concat(a.attnum, ':', a.xmin), ' ' ORDER BY a.attnum) FROM pg_attribute AS a
+         WHERE a.attrelid = source AND a.attnum = ANY (columns)),
+        (SELECT pgtrickle.stable_hash(string_agg(concat(member, ':', pg_relation_filenode(member)), ' ' ORDER BY member))
+         FROM pgtrickle._tree(source) AS member)];
+END
+$$;
+
 -- Capture these columns for a stream table of another database. Repeated, it makes capture fit the table as it is now.
 CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -74,12 +88,12 @@ AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('read changes for another database');
     PERFORM pgtrickle._attach(source, columns);
-    INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label)
-    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label
+    INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
+    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label, pgtrickle._written_as(source, columns)
     FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source
     ON CONFLICT ON CONSTRAINT pgt_consumers_pkey
     DO UPDATE SET source_stable_name = excluded.source_stable_name, columns_used = excluded.columns_used, label = excluded.label,
-                  snapshot = NULL, proof = NULL, former_proof = NULL, seen_at = clock_timestamp();
+                  written_as = excluded.written_as, snapshot = NULL, proof = NULL, former_proof = NULL, seen_at = clock_timestamp();
 END
 $$;
 
@@ -97,8 +111,11 @@ AS $$
         JOIN pg_class AS b ON b.oid = t.buffer_relid
         WHERE t.source_relid IN (SELECT s.source_relid FROM pgtrickle.pgt_consumers AS s WHERE s.consumer = ANY (consumers))
     )
-    SELECT c.consumer, s.source_relid::oid::bigint, s.source_stable_name, s.relname, s.buffered, s.signature, s.shape, c.proof, c.former_proof
+    SELECT c.consumer, s.source_relid::oid::bigint, s.source_stable_name, s.relname, s.buffered,
+           CASE WHEN c.written_as[1] <> now.written_as[1] AND c.written_as[2] <> now.written_as[2] THEN 'rewritten' ELSE s.signature END,
+           s.shape, c.proof, c.former_proof
     FROM pgtrickle.pgt_consumers AS c JOIN sources AS s USING (source_relid)
+    CROSS JOIN LATERAL (SELECT pgtrickle._written_as(s.source_relid, c.columns_used) AS written_as OFFSET 0) AS now
     WHERE c.consumer = ANY (consumers)
 $$;
 
@@ -161,7 +178,7 @@ AS $$
     SELECT c.consumer,
            concat_ws('|', pgtrickle._node(), pgtrickle._incarnation(), string_agg(concat_ws(':', s.oid, s.relname, s.relnamespace,
                pgtrickle._capture_signature(s.oid),
-               (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attnotnull), ',' ORDER BY a.attnum))
+               (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attnotnull, a.xmin), ',' ORDER BY a.attnum))
                 FROM pg_attribute AS a WHERE a.attrelid = s.oid AND a.attnum > 0)), ',' ORDER BY s.oid)),
            ARRAY(SELECT DISTINCT a.xid FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = ANY (array_agg(c.source_stable_name))),
            array_agg(s.oid::bigint), array_agg(concat_ws(' ', c.proof, c.former_proof))

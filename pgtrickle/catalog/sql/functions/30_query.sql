@@ -68,6 +68,33 @@ AS $$
                           OR (f.proname = 'age' AND p.pronargs = 1 AND p.provolatile = 's')))
 $$;
 
+-- The labels of all enums that are among these types or in them: renaming one changes values of rows that nobody writes to. PL/pgSQL, because
+-- it keeps its plan.
+CREATE OR REPLACE FUNCTION pgtrickle._labels(types oid[]) RETURNS jsonb
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF types = '{}' THEN
+        RETURN '{}';
+    END IF;
+    RETURN (
+        WITH RECURSIVE inside AS (
+            SELECT type FROM unnest(types) AS type
+            UNION
+            SELECT part.type
+            FROM inside
+            JOIN pg_type AS t ON t.oid = inside.type
+            CROSS JOIN LATERAL (
+                SELECT t.typelem UNION ALL SELECT t.typbasetype
+                UNION ALL SELECT a.atttypid FROM pg_attribute AS a WHERE a.attrelid = t.typrelid AND a.attnum > 0
+                UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
+            ) AS part (type)
+            WHERE part.type >= 16384 -- PostgreSQL's own have none
+        )
+        SELECT coalesce(jsonb_object_agg(e.oid, e.enumlabel), '{}') FROM inside JOIN pg_enum AS e ON e.enumtypid = inside.type);
+END
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._column_names(relation regclass, columns smallint[]) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

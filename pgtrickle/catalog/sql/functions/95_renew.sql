@@ -24,3 +24,7 @@ $$;
 REVOKE ALL ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
 
 SELECT pgtrickle._renew_capture();
+
+-- Consumers that were there before this was noted.
+UPDATE pgtrickle.pgt_consumers AS c SET written_as = pgtrickle._written_as(s.oid, c.columns_used)
+FROM pg_class AS s WHERE s.oid = c.source_relid AND c.written_as IS NULL;

@@ -1,4 +1,8 @@
--- Buffers of tables that Citus has take values of any length and precision: their writers no longer compare those.
+-- Values of a table in another database that ALTER TABLE computes anew are noticed; buffers of tables that Citus has take values of any length
+-- and precision, for their writers no longer compare those.
+
+ALTER TABLE pgtrickle.pgt_consumers ADD COLUMN written_as text[];
+COMMENT ON COLUMN pgtrickle.pgt_consumers.written_as IS 'The state of its columns and of the table''s files when capture was last made to fit.';
 
 DO $$
 DECLARE

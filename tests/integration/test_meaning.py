@@ -1,0 +1,93 @@
+"""What a query goes through is changed, and with it what the query means for rows that nobody writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgtrickle
+from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
+
+SETUP = """
+    CREATE TYPE mood AS ENUM ('sad', 'fine', 'happy');
+    CREATE DOMAIN any_mood AS mood;
+    CREATE TYPE weighed AS (mood mood, weight int);
+    CREATE TABLE item (id int PRIMARY KEY, val int NOT NULL, mood mood, moods any_mood[], weighed weighed);
+    INSERT INTO item SELECT i, i, CASE i % 2 WHEN 0 THEN 'sad' ELSE 'happy' END::mood, '{sad,fine}', ('fine', i)::weighed
+    FROM generate_series(1, 50) AS i;
+    CREATE VIEW seen AS SELECT id, val FROM item WHERE val > 10;
+    CREATE FUNCTION twice(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT 2 * $1';
+    CREATE FUNCTION nearly(int, int) RETURNS boolean LANGUAGE sql IMMUTABLE AS 'SELECT abs($1 - $2) < 3';
+    CREATE OPERATOR ~~~ (FUNCTION = nearly, LEFTARG = int, RIGHTARG = int);
+    CREATE FUNCTION add_to(int, int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + $2';
+    CREATE AGGREGATE total (int) (SFUNC = add_to, STYPE = int, INITCOND = '0');
+"""
+MORE = "INSERT INTO item SELECT (SELECT max(id) FROM item) + id, val, mood, moods, weighed FROM item WHERE id < 50"
+REPLACE = "CREATE OR REPLACE FUNCTION {} LANGUAGE sql IMMUTABLE AS '{}'"
+RENAME = "ALTER TYPE mood RENAME VALUE '{}' TO '{}'"
+CASES = {
+    "view": ("SELECT id, val FROM seen", "CREATE OR REPLACE VIEW seen AS SELECT id, val FROM item WHERE val > 30"),
+    "function": (
+        "SELECT id, twice(val) AS val FROM item",
+        REPLACE.format("twice(int) RETURNS int", "SELECT $1 + $1 + 1"),
+    ),
+    "operator": (
+        "SELECT id FROM item WHERE val ~~~ 40",
+        REPLACE.format("nearly(int, int) RETURNS boolean", "SELECT abs($1 - $2) < 7"),
+    ),
+    "aggregate": (
+        "SELECT val % 3 AS g, total(val) AS t FROM item GROUP BY 1",
+        REPLACE.format("add_to(int, int) RETURNS int", "SELECT $1 + $2 + 1"),
+    ),
+    "label as text": ("SELECT id, mood::text AS mood FROM item", RENAME.format("sad", "blue")),
+    "label as a constant": ("SELECT id FROM item WHERE mood = 'happy'", RENAME.format("happy", "glad")),
+    "label of a group": ("SELECT mood || '!' AS m, count(*) AS n FROM item GROUP BY 1", RENAME.format("sad", "blue")),
+    "label in an array of a domain": (
+        "SELECT id, array_to_string(moods, ' ') AS m FROM item",
+        RENAME.format("fine", "good"),
+    ),
+    "label in a row": ("SELECT id, (weighed).mood::text AS m FROM item", RENAME.format("fine", "good")),
+}
+
+
+@pytest.fixture
+def conn(database: TestDatabase) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(database.dsn, autocommit=True) as conn:
+        conn.execute(SETUP)
+        yield conn
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_query_goes_through_is_changed(database: TestDatabase, conn: psycopg.Connection[Any], case: str) -> None:
+    query, statement = CASES[case]
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        mode = db.create_stream_table("kept", query).effective_mode
+        assert_equal_to_query(conn, "kept", query)
+        conn.execute(statement.encode())
+        query = query.replace("'happy'", "'glad'")
+        conn.execute(MORE)
+        (done,) = db.refresh("kept")
+        assert_equal_to_query(conn, "kept", query)
+        assert done.action == "REINITIALIZE"
+        assert ("renamed: it was " if "label" in case else "replaced") in str(done.reason)
+        conn.execute(MORE)
+        (done,) = db.refresh("kept")
+        assert_equal_to_query(conn, "kept", query)
+        assert done.action == mode
+
+
+def test_a_new_label_changes_nothing(database: TestDatabase, conn: psycopg.Connection[Any]) -> None:
+    query = "SELECT id, mood::text AS mood FROM item"
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        db.create_stream_table("kept", query)
+        conn.execute("ALTER TYPE mood ADD VALUE 'elated'")
+        conn.execute("UPDATE item SET mood = 'elated' WHERE id = 1")
+        (done,) = db.refresh("kept")
+        assert_equal_to_query(conn, "kept", query)
+        assert done.action == "DIFFERENTIAL"
