@@ -191,7 +191,9 @@ def _shards_of(request: Request) -> Shards | None:
 
 
 def _size_of(conn: psycopg.Connection[Any], shard: str) -> int:
-    row = conn.execute("SELECT pg_relation_size(to_regclass(%s))", (shard,)).fetchone()
+    """Bytes of its file, or of the largest one where it has partitions."""
+    largest = "SELECT max(pg_relation_size(member)) FROM pgtrickle._tree(to_regclass(%s)) AS member"
+    row = conn.execute(largest, (shard,)).fetchone()
     assert row is not None
     return int(row[0] or 0)  # it may have left: who reads it will notice
 

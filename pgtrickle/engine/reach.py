@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -84,7 +85,7 @@ class Connections:
                     return None
                 since, conn = self._idle[dsn].pop()
             # Not under the lock: a machine that vanished does not answer, and others wait for nobody.
-            if time.monotonic() - since < RESTED_SECONDS or _alive(conn):
+            if (time.monotonic() - since < RESTED_SECONDS and _quiet(conn)) or _alive(conn):
                 return conn
 
     def _connect(self, name: str, dsn: str) -> psycopg.Connection[Any]:
@@ -133,6 +134,13 @@ def told(database: str) -> Iterator[None]:
         raise DatabaseFailedError(
             f"the connection to database {database} was lost: {str(error).strip()}", "Refreshes go on when it is back."
         ) from None
+
+
+def _quiet(conn: psycopg.Connection[Any]) -> bool:
+    """Whether nothing was heard from the other side meanwhile: a server that goes down says so, or hangs up."""
+    heard = select.poll()
+    heard.register(conn.fileno(), select.POLLIN)
+    return not heard.poll(0)
 
 
 def _alive(conn: psycopg.Connection[Any]) -> bool:

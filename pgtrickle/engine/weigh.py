@@ -108,6 +108,9 @@ def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) ->
     names = [name for one in shards for name in one.names]
     if not names:
         return 0
-    row = conn.execute("SELECT sum(pg_table_size(to_regclass(n))) FROM unnest(%s::text[]) AS n", (names,)).fetchone()
+    with_partitions = (
+        "SELECT sum(pg_table_size(member)) FROM unnest(%s::text[]) AS n, pgtrickle._tree(to_regclass(n)) AS member"
+    )
+    row = conn.execute(with_partitions, (names,)).fetchone()
     assert row is not None
     return int(row[0] or 0)

@@ -118,6 +118,16 @@ def test_a_server_that_was_restored_to_before_the_last_refresh(three: Three, db:
     _exact(three, "lines")
 
 
+def test_a_connection_that_was_closed_a_moment_ago_is_not_used(three: Three, db: pgtrickle.Database) -> None:
+    connections, dsn = db.engine.connections, three.databases["stock"].direct_dsn
+    with connections.open("stock", dsn) as conn:
+        pid = conn.info.backend_pid
+    with psycopg.connect(three.databases["stock"].server.dsn(), autocommit=True) as admin:
+        admin.execute("SELECT pg_terminate_backend(%s, 10000)", (pid,))
+    with connections.open("stock", dsn) as conn:
+        assert conn.execute("SELECT 1").fetchone() == (1,)
+
+
 @contextmanager
 def _backup(server: EmbeddedServer) -> Iterator[Any]:
     """A copy of the stopped server, and a function that puts it in its place again."""

@@ -195,14 +195,6 @@ def test_nobody_waits_for_ever_for_a_transaction_on_a_worker(shop: Shop) -> None
     shop.goes_on()
 
 
-def test_what_cannot_be_captured_is_refused(shop: Shop) -> None:
-    shop.conn.execute("CREATE TABLE parted (id int, at date) PARTITION BY RANGE (at)")
-    shop.conn.execute("CREATE TABLE parted_1 PARTITION OF parted FOR VALUES FROM ('2026-01-01') TO ('2027-01-01')")
-    shop.conn.execute("SELECT create_distributed_table('parted', 'id')")
-    with pytest.raises(NotDifferentiableError, match=r"parted cannot be captured: it is partitioned"):
-        shop.db.create_stream_table("parts", "SELECT id FROM parted")
-
-
 def test_uninstall_leaves_nothing_on_any_node(shop: Shop) -> None:
     shop.create("totals", "rows", st_placement="distributed")
     shop.create("local", "referenced")

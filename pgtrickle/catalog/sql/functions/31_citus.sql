@@ -57,15 +57,17 @@ BEGIN
 END
 $$;
 
--- Whether a table is captured as one that Citus has, or may have at any time: any ordinary table of a database with Citus.
+-- Whether a table is captured as one that Citus has, or may have at any time: any table of a database with Citus, partitioned or not, but for
+-- those of an inheritance of another kind, which Citus does not distribute.
 CREATE OR REPLACE FUNCTION pgtrickle._is_citus_source(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._has_citus()
        AND (pgtrickle._citus_placement(relation) <> 'local'
-            OR (SELECT c.relkind = 'r' FROM pg_class AS c WHERE c.oid = relation)
-               AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE relation IN (i.inhrelid, i.inhparent))
-               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid = relation))
+            OR (SELECT c.relkind = 'p' OR c.relkind = 'r' AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhparent = relation)
+                FROM pg_class AS c WHERE c.oid = relation)
+               AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = relation)
+               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid IN (SELECT pgtrickle._tree(relation))))
 $$;
 
 -- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not show those), or what was one

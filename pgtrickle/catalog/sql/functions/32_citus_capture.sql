@@ -14,7 +14,7 @@ AS $$
                                  JOIN pg_trigger AS g ON g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
                                  WHERE pgtrickle._has_left(t.source_relid)),
                                 pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
-        'placement', pgtrickle._citus_placement(source),
+        'placement', pgtrickle._citus_placement(source), 'partitioned', c.relkind = 'p',
         'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum), '[]')
                     FROM pg_attribute AS a
                     WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated <> 'v'))
@@ -43,6 +43,7 @@ BEGIN
     RETURN (
         SELECT jsonb_build_object(
             'name', format('%I.%I', n.nspname, c.relname), 'stable_name', stable_name, 'placement', pgtrickle._citus_placement(source),
+            'partitioned', c.relkind = 'p',
             'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object(
                             'attnum', (s ->> 'attnum')::smallint, 'name', a.attname, 'type', pgtrickle._base_type(a.atttypid),
                             'stored', pgtrickle._buffer_type(source, a.attnum)) ORDER BY (s ->> 'attnum')::smallint), '[]')
@@ -66,6 +67,27 @@ AS $$
     FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)
 $$;
 
+-- In the trigger of a partition: whether it still is one, of what is captured under this name. pg_partition_root() knows it in any snapshot,
+-- but whether that has its trigger an old one may not tell.
+CREATE OR REPLACE FUNCTION pgtrickle._is_partition(stable_name text, relation oid) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    root regclass := pg_partition_root(relation);
+BEGIN
+    IF root IS NULL THEN
+        RETURN false;
+    ELSIF EXISTS (SELECT FROM pg_trigger AS t
+                  WHERE t.tgrelid = root AND t.tgfoid = to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()')) THEN
+        RETURN true;
+    ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
+        PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
+    END IF;
+    RETURN false;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._is_partition(text, oid) FROM PUBLIC;
+
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since.
 --
@@ -81,6 +103,7 @@ AS $$
 #variable_conflict use_column
 DECLARE
     fits boolean;
+    context text;
 BEGIN
     %2$s%3$sEND IF;
     IF pg_catalog.to_regclass('pgtrickle_changes.turn_%1$s') IS NOT NULL THEN -- else a new node, which nobody reads yet: who will starts over
@@ -90,21 +113,31 @@ BEGIN
 END
 $body$,
         definition ->> 'stable_name',
-        -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such function.
-        CASE WHEN definition ->> 'placement' = 'reference' THEN format($body$IF pg_catalog.to_regclass('pgtrickle_changes.turn_%s') IS NULL THEN
+        -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such functions.
+        CASE WHEN definition ->> 'placement' = 'reference' OR (definition -> 'partitioned')::boolean THEN
+            format($body$IF pg_catalog.to_regclass('pgtrickle_changes.turn_%s') IS NULL THEN
         RETURN NEW;
     END IF;
-    IF pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0 THEN
+    IF %s THEN
         RETURN NEW;
     END IF;
-    $body$, definition ->> 'stable_name') END,
+    $body$, definition ->> 'stable_name',
+                CASE WHEN definition ->> 'placement' = 'reference' THEN 'pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0'
+                     ELSE format('TG_NARGS OPERATOR(pg_catalog.>) 0 AND NOT pgtrickle._is_partition(%L, TG_RELID)', definition ->> 'stable_name') END) END,
         (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
-        %sEND IF;
+        %s%sEND IF;
         fits := (SELECT r.types OPERATOR(pg_catalog.=) %L FROM %s);
         IF fits IS NULL THEN
             RETURN NEW;
         END IF;
-    $body$, o.operation, p.ways, c.types, pgtrickle._types_in(definition, o.touched)), 'ELS' ORDER BY o.number)
+    $body$, o.operation,
+            CASE WHEN o.operation = 'UPDATE' AND (definition -> 'partitioned')::boolean THEN format($body$GET DIAGNOSTICS context = PG_CONTEXT;
+        IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
+            PERFORM pgtrickle._mark(%L, 'MERGE');
+            RETURN NEW;
+        END IF;
+        $body$, definition ->> 'stable_name') END,
+            p.ways, c.types, pgtrickle._types_in(definition, o.touched)), 'ELS' ORDER BY o.number)
          FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
          CROSS JOIN LATERAL (
             SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%8$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
@@ -217,31 +250,33 @@ BEGIN
 END
 $$;
 
--- What has rows of a table on this node: its shards, or the table itself.
+-- What can be written to on this node: the shards of a table and of its partitions, or these themselves.
 CREATE OR REPLACE FUNCTION pgtrickle._captured_here(source regclass) RETURNS TABLE (relation regclass, suffix text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF pgtrickle._citus_placement(source) = 'local' THEN
-        RETURN QUERY SELECT source, '';
+        RETURN QUERY SELECT member::regclass, '' FROM pgtrickle._tree(source) AS member;
     ELSE
-        RETURN QUERY SELECT to_regclass(h.shard), '_' || h.shardid FROM pgtrickle._shards_here(source) AS h
+        RETURN QUERY SELECT to_regclass(h.shard), '_' || h.shardid
+                     FROM pgtrickle._tree(source) AS member CROSS JOIN LATERAL pgtrickle._shards_here(member) AS h
                      WHERE to_regclass(h.shard) IS NOT NULL;
     END IF;
 END
 $$;
 
--- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names.
+-- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names. Those of partitions have an
+-- argument.
 CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text, suffix text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
+    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I(%s)',
         format('pgtrickle_capture_%s_%s%s', lower(operation), stable_name, suffix), operation, relation,
         CASE operation WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new'
                        WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new'
                        WHEN 'DELETE' THEN 'REFERENCING OLD TABLE AS __pgt_old' END,
-        'capture_' || stable_name);
+        'capture_' || stable_name, CASE WHEN (SELECT c.relispartition FROM pg_class AS c WHERE c.oid = relation) THEN '''partition''' END);
 END
 $$;
 
@@ -344,11 +379,13 @@ DECLARE
     definition jsonb := pgtrickle._shard_capture(source);
     stable_name text := definition ->> 'stable_name';
     former jsonb;
-    operation text;
-    trigger_name text;
+    wanted record;
+    problem text[] := pgtrickle._not_spreadable(source);
 BEGIN
     IF pgtrickle._citus_group() <> 0 THEN
         RETURN stable_name; -- on a node, which the coordinator has told what to capture
+    ELSIF problem IS NOT NULL THEN
+        RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1] USING ERRCODE = 'feature_not_supported', HINT = problem[2];
     ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._shards_here(source)) THEN
         RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it', source
             USING ERRCODE = 'object_not_in_prerequisite_state',
@@ -358,10 +395,22 @@ BEGIN
     IF pgtrickle._citus_placement(source) <> 'local' THEN
         former := pgtrickle._send_ddl();
     END IF;
-    FOREACH operation IN ARRAY ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE'] LOOP
-        trigger_name := 'pgtrickle_capture_' || lower(operation) || '_' || stable_name;
-        CONTINUE WHEN EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname = trigger_name AND t.tgenabled = 'O');
-        PERFORM pgtrickle._create_shard_trigger(source, operation, stable_name, '');
+    FOR wanted IN
+        SELECT member::regclass AS relation, o.operation FROM pgtrickle._tree(source) AS member
+        CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
+        WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member AND t.tgenabled = 'O'
+                          AND t.tgname = format('pgtrickle_capture_%s_%s', lower(o.operation), stable_name))
+        ORDER BY member, o.operation
+    LOOP
+        PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, '');
+    END LOOP;
+    -- Those of a partition that was detached do nothing any more. pg_class does not show shards.
+    FOR wanted IN
+        SELECT t.tgrelid::regclass AS relation, t.tgname FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
+        WHERE t.tgfoid = to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()')
+          AND t.tgrelid NOT IN (SELECT pgtrickle._tree(source)) AND pg_has_role(c.relowner, 'USAGE')
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', wanted.tgname, wanted.relation);
     END LOOP;
     IF former IS NOT NULL THEN
         PERFORM pgtrickle._end_ddl(former);
@@ -390,8 +439,8 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
 
--- Changes when a table is placed otherwise; 'lacking' while what has its rows here lacks a trigger, or the coordinator has no copy of a reference
--- table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
+-- Changes when a table is placed otherwise, or partitions come or go; 'lacking' while what can be written to here lacks a trigger, or the coordinator
+-- has no copy of a reference table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
 -- together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -399,6 +448,7 @@ AS $$
 DECLARE
     placement text := pgtrickle._citus_placement(source);
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name));
+    tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
 BEGIN
     IF placement IN ('reference', 'citus_local') AND pgtrickle._citus_group() = 0
             AND NOT EXISTS (SELECT FROM pgtrickle._captured_here(source))
@@ -407,7 +457,9 @@ BEGIN
         RETURN 'lacking';
     END IF;
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
-        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture)));
+        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
+        (SELECT string_agg(concat_ws(' ', i.inhrelid, i.inhparent, i.xmin), ',' ORDER BY i.inhrelid)
+         FROM pg_inherits AS i WHERE i.inhparent = ANY (tree) OR i.inhrelid = source)));
 END
 $$;
 

@@ -164,7 +164,7 @@ BEGIN
                       OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
-                      OR t.capture_kind IS NULL AND d.source_type = 'TABLE' AND pgtrickle._is_citus_source(d.source_relid) -- what began before failed
+                      OR t.capture_kind IS NULL AND d.source_type IN ('TABLE', 'PARTITIONED') AND pgtrickle._is_citus_source(d.source_relid) -- what began before failed
                       OR pgtrickle._unread_node(d.through) IS NOT NULL
                       -- Of an earlier version, which did not read the coordinator.
                       OR pgtrickle._is_spread(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
@@ -218,8 +218,13 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._not_spreadable(relation oid) RETURNS text[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT CASE WHEN c.relkind = 'p' THEN ARRAY['it is partitioned', 'Distribute a table that is not.']
-                WHEN a.amname = 'columnar' THEN ARRAY['it has columnar storage, which has no triggers that see changed rows',
-                                                      'Use SELECT alter_table_set_access_method(…, ''heap'').'] END
-    FROM pg_class AS c LEFT JOIN pg_am AS a ON a.oid = c.relam WHERE c.oid = relation
+    SELECT CASE WHEN c.relispartition THEN ARRAY[
+                    format('it is a partition of %s, whose writers fire no triggers of it', (SELECT i.inhparent::regclass FROM pg_inherits AS i WHERE i.inhrelid = c.oid)),
+                    'Read the partitioned table, with a condition.']
+                ELSE (SELECT ARRAY[format('%s has columnar storage, which has no triggers that see changed rows',
+                                          CASE WHEN member = c.oid THEN 'it' ELSE format('its partition %s', member::regclass) END),
+                                   'Use SELECT alter_table_set_access_method(…, ''heap'').']
+                      FROM pgtrickle._tree(c.oid) AS member JOIN pg_class AS m ON m.oid = member JOIN pg_am AS a ON a.oid = m.relam
+                      WHERE a.amname = 'columnar' ORDER BY m.relname LIMIT 1) END
+    FROM pg_class AS c WHERE c.oid = relation
 $$;
