@@ -1,0 +1,278 @@
+-- Buffers and triggers of tables that Citus has, set up on every node and kept as they should be.
+
+-- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
+CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    definition jsonb := pgtrickle._shard_definition(source, said);
+    stable_name text := definition ->> 'stable_name';
+    buffer regclass;
+    col jsonb;
+    has text;
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.track ' || stable_name, 0));
+    -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
+    UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
+    WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
+      AND pgtrickle._has_left(t.source_relid);
+    IF FOUND THEN
+        PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
+        UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;
+    ELSIF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source) THEN
+        PERFORM pgtrickle._begin_tracking(source, 'shards', stable_name);
+    END IF;
+    buffer := format('pgtrickle_changes.%I', 'changes_' || stable_name)::regclass;
+    FOR col IN SELECT jsonb_array_elements(definition -> 'columns') LOOP
+        has := (SELECT pgtrickle._buffer_type(buffer, a.attnum) FROM pg_attribute AS a
+                WHERE a.attrelid = buffer AND a.attname = 'c' || (col ->> 'attnum') AND NOT a.attisdropped);
+        CONTINUE WHEN has = col ->> 'stored';
+        IF has IS NOT NULL THEN
+            EXECUTE format('ALTER TABLE %s DROP COLUMN c%s', buffer, col ->> 'attnum');
+            PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
+        END IF;
+        EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
+    END LOOP;
+    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
+    UPDATE pgtrickle.pgt_change_tracking AS t
+    SET capture_kind = 'shards',
+        tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
+    WHERE t.source_relid = source;
+END
+$$;
+
+-- What can be written to on this node: the shards of a table and of its partitions, or these themselves.
+CREATE OR REPLACE FUNCTION pgtrickle._captured_here(source regclass) RETURNS TABLE (relation regclass, suffix text)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF pgtrickle._citus_placement(source) = 'local' THEN
+        RETURN QUERY SELECT member::regclass, '' FROM pgtrickle._tree(source) AS member;
+    ELSE
+        RETURN QUERY
+        SELECT h.shard, '_' || h.shardid
+        FROM (SELECT to_regclass(shard_name(s.logicalrelid, s.shardid, false)) AS shard, s.shardid
+              FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
+              WHERE s.logicalrelid IN (SELECT pgtrickle._tree(source)) AND p.shardstate = 1
+                AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) OFFSET 0) AS h
+        WHERE h.shard IS NOT NULL;
+    END IF;
+END
+$$;
+
+-- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names. Those of partitions have an
+-- argument.
+CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text, suffix text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I(%s)',
+        format('pgtrickle_capture_%s_%s%s', lower(operation), stable_name, suffix), operation, relation,
+        CASE operation WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new'
+                       WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new'
+                       WHEN 'DELETE' THEN 'REFERENCING OLD TABLE AS __pgt_old' END,
+        'capture_' || stable_name, CASE WHEN (SELECT c.relispartition FROM pg_class AS c WHERE c.oid = relation) THEN '''partition''' END);
+END
+$$;
+
+-- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and somebody may have switched
+-- one off. Replacing one waits for the writers of its table, and keeps new ones out until the end of the transaction.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_here(source regclass, stable_name text, lock_out boolean) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    wanted record;
+BEGIN
+    FOR wanted IN
+        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._captured_here(source) AS h
+        CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
+        LEFT JOIN pg_trigger AS t ON t.tgrelid = h.relation AND t.tgenabled = 'O'
+            AND t.tgname = format('pgtrickle_capture_%s_%s%s', lower(o.operation), stable_name, h.suffix)
+        WHERE t.oid IS NULL OR lock_out AND o.operation = 'TRUNCATE'
+        ORDER BY h.relation::oid, o.operation
+    LOOP
+        PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, wanted.suffix);
+        IF wanted.lacks THEN
+            PERFORM pgtrickle._mark_gap(source, stable_name);
+        END IF;
+    END LOOP;
+END
+$$;
+
+-- Who has read a table before starts over: nobody knows since when a trigger was not there.
+CREATE OR REPLACE FUNCTION pgtrickle._mark_gap(source regclass, stable_name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pgtrickle._mark(t.source_stable_name, 'GAP') FROM pgtrickle.pgt_change_tracking AS t
+    WHERE t.source_relid = source AND t.source_stable_name = stable_name;
+END
+$$;
+
+-- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another text of the function must
+-- have ended before rows are read: what it stores is what that text says.
+CREATE OR REPLACE FUNCTION pgtrickle._fit_shards(said jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    source regclass := (said ->> 'name')::regclass;
+    definition jsonb := pgtrickle._shard_definition(source, said);
+    capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
+    attached boolean;
+    former text := current_setting('lock_timeout');
+    timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
+BEGIN
+    PERFORM pgtrickle._keep_ddl_here(), set_config('lock_timeout', timeout, true);
+    attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture);
+    IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
+        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
+    END IF;
+    PERFORM pgtrickle._track_shards(source, definition);
+    IF attached THEN
+        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', false);
+    END IF;
+    PERFORM set_config('lock_timeout', former, true);
+EXCEPTION WHEN lock_not_available THEN
+    RAISE EXCEPTION 'could not lock % within %', source, timeout
+        USING ERRCODE = 'lock_not_available', HINT = 'Try again when its writers have ended, or raise the setting lock_timeout_ms.';
+END
+$$;
+
+-- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET LOCAL says, and nothing
+-- else. Gives what was set before, for _end_ddl().
+CREATE OR REPLACE FUNCTION pgtrickle._send_ddl() RETURNS jsonb
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    former jsonb := (SELECT jsonb_object_agg(name, current_setting(name))
+                     FROM unnest(ARRAY['lock_timeout', 'citus.enable_ddl_propagation', 'citus.enable_unsafe_triggers',
+                                       'citus.propagate_set_commands']) AS name);
+BEGIN
+    PERFORM set_config('citus.enable_ddl_propagation', 'on', true), set_config('citus.enable_unsafe_triggers', 'on', true),
+            set_config('citus.propagate_set_commands', 'local', true);
+    EXECUTE format('SET LOCAL lock_timeout = %L', former ->> 'lock_timeout');
+    RETURN former;
+END
+$$;
+
+-- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here are what they were.
+CREATE OR REPLACE FUNCTION pgtrickle._end_ddl(former jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    SET LOCAL lock_timeout TO DEFAULT;
+    PERFORM set_config(s.key, s.value, true) FROM jsonb_each_text(former) AS s;
+END
+$$;
+
+-- The triggers, by the coordinator. Every node has its buffer already, or its writers' changes would be missed.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_shards(source regclass) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    definition jsonb := pgtrickle._shard_capture(source);
+    stable_name text := definition ->> 'stable_name';
+    former jsonb;
+    wanted record;
+    problem text[] := pgtrickle._not_spreadable(source);
+BEGIN
+    IF pgtrickle._citus_group() <> 0 THEN
+        RETURN stable_name; -- on a node, which the coordinator has told what to capture
+    ELSIF problem IS NOT NULL THEN
+        RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1] USING ERRCODE = 'feature_not_supported', HINT = problem[2];
+    ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._shards_here(source)) THEN
+        RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it', source
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                  HINT = 'SELECT citus_set_coordinator_host(…) and SELECT replicate_reference_tables() give it one.';
+    END IF;
+    PERFORM pgtrickle._fit_shards(definition);
+    IF pgtrickle._citus_placement(source) <> 'local' THEN
+        former := pgtrickle._send_ddl();
+    END IF;
+    FOR wanted IN
+        SELECT member::regclass AS relation, o.operation FROM pgtrickle._tree(source) AS member
+        CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
+        WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member AND t.tgenabled = 'O'
+                          AND t.tgname = format('pgtrickle_capture_%s_%s', lower(o.operation), stable_name))
+        ORDER BY member, o.operation
+    LOOP
+        PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, '');
+    END LOOP;
+    -- Those of a partition that was detached do nothing any more. pg_class does not show shards.
+    FOR wanted IN
+        SELECT t.tgrelid::regclass AS relation, t.tgname FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
+        WHERE t.tgfoid = to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()')
+          AND t.tgrelid NOT IN (SELECT pgtrickle._tree(source)) AND pg_has_role(c.relowner, 'USAGE')
+    LOOP
+        EXECUTE format('DROP TRIGGER %I ON %s', wanted.tgname, wanted.relation);
+    END LOOP;
+    IF former IS NOT NULL THEN
+        PERFORM pgtrickle._end_ddl(former);
+    END IF;
+    PERFORM pgtrickle._attach_here(source, stable_name, false);
+    RETURN stable_name;
+END
+$$;
+
+-- With the triggers that call it. A coordinator's goes on all nodes.
+CREATE OR REPLACE FUNCTION pgtrickle._drop_capture_function(stable_name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    former jsonb;
+BEGIN
+    IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
+       AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
+        former := pgtrickle._send_ddl();
+    END IF;
+    EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
+    IF former IS NOT NULL THEN
+        PERFORM pgtrickle._end_ddl(former);
+    END IF;
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
+
+-- Changes when a table is placed otherwise, or partitions come or go; 'lacking' while what can be written to here lacks a trigger, or the coordinator
+-- has no copy of a reference table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
+-- together are those of the table.
+CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
+LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    placement text := pgtrickle._citus_placement(source);
+    capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name));
+    tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
+    written oid[] := ARRAY(SELECT h.relation::oid FROM pgtrickle._captured_here(source) AS h);
+BEGIN
+    IF placement IN ('reference', 'citus_local') AND pgtrickle._citus_group() = 0 AND written = '{}'
+       OR 4 > ANY (SELECT count(t.oid) FROM unnest(written) AS relation
+                   LEFT JOIN pg_trigger AS t ON t.tgrelid = relation AND t.tgenabled = 'O' AND t.tgfoid = capture GROUP BY relation) THEN
+        RETURN 'lacking';
+    END IF;
+    RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
+        (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
+        (SELECT string_agg(concat_ws(' ', i.inhrelid, i.inhparent, i.xmin), ',' ORDER BY i.inhrelid)
+         FROM pg_inherits AS i WHERE i.inhparent = ANY (tree) OR i.inhrelid = source)));
+END
+$$;
+
+-- The same on all other nodes, each in a transaction of its own, with the rights of whoever calls.
+CREATE OR REPLACE FUNCTION pgtrickle._fit_nodes(source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    answer record;
+BEGIN
+    FOR answer IN
+        SELECT * FROM run_command_on_workers(format('SELECT pgtrickle._fit_shards(%L)', pgtrickle._shard_capture(source)))
+    LOOP
+        IF NOT answer.success THEN
+            RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport, answer.result
+                USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Mend it there and try again: what the other nodes have is used then.';
+        END IF;
+    END LOOP;
+END
+$$;
