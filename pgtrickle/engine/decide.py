@@ -28,7 +28,7 @@ class Decision:
 
 _MARKERS = {
     "TRUNCATE": "{} was truncated",
-    "SCHEMA": "columns of {} were renamed or retyped",
+    "SCHEMA": "columns of {} were renamed or retyped, or it has new partitions",
     "OVERFLOW": "the change buffer of {} overflowed",
     "GAP": "{} lacked capture triggers",
     "MERGE": "a MERGE moved rows of {} between partitions, where capture cannot see them",

@@ -323,9 +323,12 @@ def test_buffer_is_the_difference(db: Connection, setup: str, statements: str) -
         ["{merge}"],
         ["DO $$BEGIN {merge}; END$$"],
         ["CREATE FUNCTION hidden() RETURNS void LANGUAGE sql AS $$ {merge} $$", "SELECT hidden()"],
+        ["CREATE FUNCTION update_t() RETURNS void LANGUAGE sql AS $$ {merge} $$", "SELECT update_t()"],
+        ["DO $$BEGIN EXECUTE '{quoted}'; END$$"],
         ["PREPARE m AS {merge}", "EXECUTE m", "DEALLOCATE m"],
+        ["PREPARE m AS {merge}", "SELECT 'update'; EXECUTE m", "DEALLOCATE m"],
     ],
-    ids=["plain", "in a block", "in an SQL function", "prepared"],
+    ids=["plain", "in a block", "in an SQL function", "called update", "dynamic", "prepared", "prepared, among others"],
 )
 def test_a_merge_that_moves_rows_is_not_taken_for_an_update(db: Connection, statements: list[str]) -> None:
     """PostgreSQL leaves such rows out of the transition tables: they must be marked, for they cannot be captured."""
@@ -335,8 +338,27 @@ def test_a_merge_that_moves_rows_is_not_taken_for_an_update(db: Connection, stat
         "MERGE INTO t USING (VALUES (1), (2), (4)) AS s (id) ON s.id = t.id WHEN MATCHED THEN UPDATE SET region = 'a'"
     )
     for command in statements:
-        db.execute(command.format(merge=merge))
+        db.execute(command.format(merge=merge, quoted=merge.replace("'", "''")))
     assert markers(db, name) == ["MERGE"]
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "/* merged */ {}",
+        "DO $$BEGIN {}; END$$",
+        "DO $$BEGIN EXECUTE '{}'; END$$",
+        "CREATE FUNCTION merge_t() RETURNS void LANGUAGE plpgsql AS $$BEGIN {}; END$$; SELECT merge_t()",
+    ],
+    ids=["plain", "in a block", "dynamic", "in a function"],
+)
+def test_an_update_that_moves_rows_is_not_taken_for_a_merge(db: Connection, update: str) -> None:
+    db.execute(SETUPS["partitioned"])
+    name = track(db, "t")
+    moving = "UPDATE t SET region = region || ''a'' WHERE id < 5"
+    with exactly_captured(db, "t"):
+        db.execute(update.format(moving if "'{}'" in update else moving.replace("''", "'")))
+    assert markers(db, name) == []
 
 
 def test_copy_is_captured(db: Connection) -> None:

@@ -274,3 +274,85 @@ def test_a_source_that_becomes_a_partition_is_not_followed_in_the_dark(events: S
     with pytest.raises(Exception, match=r"partition of public\.ev"):
         events.db.refresh("alone")
     _start_over(events)
+
+
+@pytest.mark.parametrize("end", ["DROP TABLE ev_3", "ALTER TABLE ev DETACH PARTITION ev_3"])
+def test_a_partition_that_comes_and_goes_between_refreshes(events: Shop, end: str) -> None:
+    """By a session that has plans, which goes on writing when the next partition is captured."""
+    _goes_on(events)
+    for number in range(2):
+        events.conn.execute("CREATE TABLE ev_3 PARTITION OF ev FOR VALUES FROM (20) TO (30)")
+        _insert(events, "ev", 20, 10, 50_000, 40)
+        events.conn.execute("UPDATE ev SET day = 25 WHERE id = 7")
+        if number:
+            _start_over(events)
+        events.conn.execute(end.encode())
+        _start_over(events)
+        events.conn.execute("DROP TABLE IF EXISTS ev_3")
+
+
+def test_a_merge_in_a_function_that_is_called_update(single: Shop) -> None:
+    single.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
+    single.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
+    single.conn.execute("INSERT INTO moves SELECT tenant, id, 19 - day FROM ev WHERE id % 4 = 0")
+    single.conn.execute(
+        "CREATE FUNCTION update_ev() RETURNS void LANGUAGE sql AS 'MERGE INTO ev USING moves AS m"
+        " ON m.tenant = ev.tenant AND m.id = ev.id WHEN MATCHED THEN UPDATE SET day = m.day'"
+    )
+    single.refresh()
+    single.conn.execute("SELECT update_ev()")
+    assert {action for action, _ in single.refresh().values()} == {"REINITIALIZE"}
+
+
+UNSEEN = {
+    "trigger off and on": (
+        "ALTER TABLE ev DISABLE TRIGGER USER",
+        "UPDATE ev SET v = v + 1",
+        "ALTER TABLE ev ENABLE TRIGGER USER",
+    ),
+    "generated otherwise": ("ALTER TABLE ev ALTER COLUMN g SET EXPRESSION AS (v * 5)",),
+    "names swapped": (
+        "ALTER TABLE ev RENAME v TO was_v",
+        "ALTER TABLE ev RENAME w TO v",
+        "ALTER TABLE ev RENAME was_v TO w",
+        "INSERT INTO ev (tenant, day, id, v, w) VALUES (5, 5, 77777, 1, 2)",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "distribute"),
+    [
+        *((case, False) for case in UNSEEN),
+        ("trigger off and on", True),
+        ("names swapped", True),
+    ],  # Citus refuses the rest
+)
+def test_what_no_trigger_sees_is_noticed(shop: Shop, case: str, distribute: bool) -> None:
+    _table(shop, distribute=distribute)
+    shop.conn.execute("ALTER TABLE ev ADD COLUMN w int DEFAULT 3")
+    if not distribute:
+        shop.conn.execute("ALTER TABLE ev ADD COLUMN g int GENERATED ALWAYS AS (v * 2) STORED")
+    shop.conn.execute("SET citus.enable_unsafe_triggers = on")
+    columns = "tenant, day, id, v, w" + ("" if distribute else ", g")
+    shop.define({"all_of_it": f"SELECT {columns} FROM ev", "few": "SELECT day, count(*) AS n FROM ev GROUP BY day"})
+    shop.refresh()
+    for statement in UNSEEN[case]:
+        shop.conn.execute(statement.encode())
+    if case == "names swapped":
+        shop.queries["all_of_it"] = shop.queries["all_of_it"].replace("v, w", "w AS v, v AS w")
+    assert {action for action, _ in shop.refresh().values()} == {"REINITIALIZE"}
+    shop.conn.execute("UPDATE ev SET v = v + 1, day = 3 WHERE tenant = 5")
+    assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
+
+
+def test_a_local_table_that_was_a_partition_for_a_while(shop: Shop) -> None:
+    _table(shop, distribute=False)
+    shop.define(EVENTS)
+    shop.conn.execute("CREATE TABLE top (LIKE ev) PARTITION BY RANGE (tenant)")
+    shop.conn.execute("ALTER TABLE top ATTACH PARTITION ev FOR VALUES FROM (0) TO (100)")
+    shop.conn.execute("INSERT INTO top SELECT 5, 5, 88_000 + i, i FROM generate_series(1, 9) AS i")
+    shop.refresh()
+    shop.conn.execute("ALTER TABLE top DETACH PARTITION ev")
+    _insert(shop, "ev", 0, 20, 50_000, 40)
+    _start_over(shop)

@@ -150,6 +150,45 @@ def test_upgrade_leaves_capture_of_altered_sources_to_the_next_refresh(conn: psy
     assert conn.execute("SELECT kind FROM pgtrickle_changes.pgt_markers").fetchall() == [("SCHEMA",)]
 
 
+def test_upgrade_takes_lengths_from_buffers(conn: psycopg.Connection) -> None:
+    """Version 16 gave a buffer's columns the lengths and precisions of their source."""
+    install(conn, target=16)
+    columns = {
+        "a": "varchar(5)",
+        "b": "numeric(8,2)",
+        "c": 'char(3) COLLATE "C"',
+        "d": "bit(4)",
+        "e": "varchar(4)[]",
+        "f": "int",
+    }
+    conn.execute(f"CREATE TABLE t ({', '.join(f'{name} {kind}' for name, kind in columns.items())})".encode())
+    buffer = ", ".join(f"c{number} {kind}" for number, kind in enumerate(columns.values(), 1))
+    conn.execute(f"CREATE TABLE pgtrickle_changes.changes_h (__pgt_xid bigint, __pgt_w smallint, {buffer})".encode())
+    conn.execute("CREATE TABLE pgtrickle_changes.spare_h () INHERITS (pgtrickle_changes.changes_h)")
+    conn.execute(
+        "INSERT INTO pgtrickle.pgt_change_tracking"
+        " (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)"
+        " VALUES ('t', 'h', 'pgtrickle_changes.changes_h', '{1,2,3,4,5,6}', 'statement')"
+    )
+    conn.execute("INSERT INTO t VALUES ('abc', 1.25, 'x', '1010', '{ab}', 7)")
+    conn.execute("INSERT INTO pgtrickle_changes.spare_h SELECT 5, 1, * FROM t")
+    assert upgrade(conn) == latest_version() > 16
+    kinds = conn.execute(
+        "SELECT format_type(atttypid, atttypmod), (SELECT collname FROM pg_collation WHERE oid = attcollation)"
+        " FROM pg_attribute WHERE attrelid = 'pgtrickle_changes.spare_h'::regclass AND attnum > 2 ORDER BY attnum"
+    ).fetchall()
+    assert kinds == [
+        ("character varying", "default"),
+        ("numeric", None),
+        ("bpchar", "C"),
+        ('"bit"', None),
+        ("character varying[]", "default"),
+        ("integer", None),
+    ]
+    kept = conn.execute("SELECT c1, c2, c3, c4, c5, c6 FROM pgtrickle_changes.changes_h").fetchall()
+    assert kept == conn.execute("SELECT a, b, c, d, e, f FROM t").fetchall()
+
+
 def test_failed_upgrade_leaves_the_old_version(conn: psycopg.Connection) -> None:
     install(conn, target=1)
     conn.execute("ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN fencing_token text")

@@ -50,6 +50,7 @@ CASES = {
         "SELECT id, array_to_string(moods, ' ') AS m FROM item",
         RENAME.format("fine", "good"),
     ),
+    "label in a whole row": ("SELECT id, item::text AS whole FROM item", RENAME.format("fine", "good")),
     "label in a row": ("SELECT id, (weighed).mood::text AS m FROM item", RENAME.format("fine", "good")),
 }
 

@@ -14,7 +14,7 @@ WITH RECURSIVE reached AS (
     FROM reached
     JOIN pg_rewrite r ON r.ev_class = reached.oid
 ), used AS (
-    SELECT DISTINCT rules.pgt_id, d.refclassid, d.refobjid, d.refobjsubid
+    SELECT DISTINCT rules.pgt_id, d.refclassid, d.refobjid
     FROM rules
     JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = rules.oid
 ), called AS ( -- an aggregate calls functions of its own, and operators stand for functions
@@ -31,10 +31,10 @@ WITH RECURSIVE reached AS (
     SELECT called.pgt_id, p.oid, p.xmin::text AS xmin FROM called JOIN pg_proc p ON p.oid = called.oid
 ), types AS (
     SELECT used.pgt_id, used.refobjid AS oid FROM used WHERE used.refclassid = 'pg_type'::regclass
-    UNION ALL
-    SELECT used.pgt_id, a.atttypid
+    UNION
+    SELECT used.pgt_id, a.atttypid -- of all columns: whole rows leave no trace of theirs
     FROM used
-    JOIN pg_attribute a ON a.attrelid = used.refobjid AND a.attnum = used.refobjsubid
+    JOIN pg_attribute a ON a.attrelid = used.refobjid AND a.attnum > 0
     WHERE used.refclassid = 'pg_class'::regclass AND a.atttypid >= 16384
 )
 SELECT v.pgt_id,

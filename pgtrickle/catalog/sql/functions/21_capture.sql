@@ -29,16 +29,17 @@ $$;
 REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
 
 -- A MERGE that moves rows to another partition leaves them out of the transition tables of its UPDATE (PostgreSQL 15
--- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen to be a plain UPDATE, while rows
+-- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen not to be one, while rows
 -- were deleted in a partition, is taken for one. `context` is what PG_CONTEXT says below the capture function: the
--- statement that fired it, or nothing if the client sent that statement itself.
+-- statement that fired it, but for those of SQL functions; or nothing if the client sent that statement itself, or EXECUTE.
 CREATE OR REPLACE FUNCTION pgtrickle._hides_moved_rows(relation oid, context text) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    statement text := coalesce(nullif(substr(context, nullif(strpos(context, E'\n'), 0)), ''), current_query());
+    below text := substr(context, nullif(strpos(context, E'\n'), 0) + 1);
+    statement text := CASE WHEN below IS NULL THEN current_query() ELSE substring(below FROM '^SQL statement "(.*?)"(?:\nPL/pgSQL|\nSQL|$)') END;
 BEGIN
-    IF statement ~* 'update' AND statement !~* 'merge' AND statement !~* '^\s*execute' THEN
+    IF statement !~* '\m(merge|execute)\M' THEN
         RETURN false;
     END IF;
     RETURN NOT current_setting('track_counts')::boolean OR EXISTS (
@@ -46,12 +47,31 @@ BEGIN
 END
 $$;
 
+-- Whether a partition or child of a table has no trigger that calls this function. Rows that are written there through the table would be captured,
+-- and be gone unseen when it is detached or dropped before anybody has looked. pg_partition_tree() sees the present in any snapshot.
+CREATE OR REPLACE FUNCTION pgtrickle._is_uncovered(relation oid, capture oid) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN EXISTS (
+        SELECT FROM (SELECT t.relid::oid FROM pg_partition_tree(relation) AS t UNION SELECT pgtrickle._tree(relation)) AS member (relid)
+        WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member.relid AND t.tgfoid = capture));
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._is_uncovered(oid, oid) FROM PUBLIC;
+
 -- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are not
--- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too.
+-- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too. And whether all is captured that is
+-- below the source.
 CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+    IF (SELECT c.relhassubclass FROM pg_class AS c WHERE c.oid = source)
+       AND EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
+                   AND pgtrickle._is_uncovered(source, t.tgfoid)) THEN
+        RETURN false;
+    END IF;
     RETURN NOT EXISTS (
         SELECT FROM pg_attribute
         WHERE attrelid = source AND attnum > 0

@@ -76,6 +76,7 @@ DECLARE
     tracking record;
     wanted record;
     subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._tree(source)));
+    covered boolean := false;
 BEGIN
     SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
     FOR wanted IN
@@ -99,11 +100,18 @@ BEGIN
         IF wanted.tgenabled IS DISTINCT FROM 'O' THEN
             PERFORM pgtrickle._create_capture_trigger(
                 wanted.relation, wanted.operation, tracking.source_stable_name, tracking.capture_kind);
+            covered := covered OR wanted.relation <> source;
         END IF;
         IF wanted.owned THEN
             EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', wanted.relation, wanted.name);
         END IF;
     END LOOP;
+    IF covered THEN -- plans of writers that have found it otherwise are made anew
+        PERFORM pgtrickle._create_capture_trigger(source, 'TRUNCATE', tracking.source_stable_name, tracking.capture_kind);
+        IF (SELECT pg_has_role(c.relowner, 'USAGE') FROM pg_class AS c WHERE c.oid = source) THEN
+            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', source, 'pgtrickle_capture_truncate_' || tracking.source_stable_name);
+        END IF;
+    END IF;
     -- A partition that was detached keeps its triggers, which do nothing any more.
     FOR wanted IN
         SELECT t.tgrelid::regclass AS relation, t.tgname AS name
@@ -156,6 +164,23 @@ AS $$
     SELECT pgtrickle._attach(source)
 $$;
 
+-- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated column is computed differently,
+-- and when a restart may have emptied an unlogged table.
+CREATE OR REPLACE FUNCTION pgtrickle._below(source regclass, tree oid[]) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+AS $$
+BEGIN
+    RETURN concat_ws('|',
+        (SELECT string_agg(concat_ws(' ', i.inhrelid, i.inhparent, i.xmin), ',' ORDER BY i.inhrelid, i.inhparent)
+         FROM pg_inherits AS i WHERE i.inhparent = ANY (tree) OR i.inhrelid = source),
+        (SELECT string_agg(concat_ws(' ', e.adrelid, e.adnum, e.xmin), ',' ORDER BY e.adrelid, e.adnum)
+         FROM pg_attrdef AS e JOIN pg_attribute AS a ON a.attrelid = e.adrelid AND a.attnum = e.adnum
+         WHERE e.adrelid = ANY (tree) AND a.attgenerated <> ''),
+        (SELECT pg_postmaster_start_time()
+         WHERE EXISTS (SELECT FROM pg_class AS c WHERE c.oid = ANY (tree) AND c.relpersistence = 'u')));
+END
+$$;
+
 -- Changes whenever rows of the source may have come or gone unseen: a trigger disabled, missing or made anew; a
 -- partition or child attached or detached; a generated column computed differently; an unlogged table that a restart
 -- may have emptied; one of `columns` renamed, retyped, dropped. Planning it anew each time would take most of the time.
@@ -176,22 +201,16 @@ BEGIN
         source::oid, pgtrickle._capture_kind(source),
         (SELECT string_agg(concat_ws(' ', tgrelid, tgname, tgenabled, xmin), ',' ORDER BY tgrelid, tgname)
          FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture AND tgname LIKE 'pgtrickle\_capture\_%'),
-        (SELECT string_agg(concat_ws(' ', inhrelid, inhparent, xmin), ',' ORDER BY inhrelid, inhparent)
-         FROM pg_inherits WHERE inhparent = ANY (tree)),
+        pgtrickle._below(source, tree),
         (WITH RECURSIVE up (relid, edge) AS (
              SELECT inhparent, xmin::text FROM pg_inherits WHERE inhrelid = source
              UNION
              SELECT i.inhparent, i.xmin::text FROM up AS u JOIN pg_inherits AS i ON i.inhrelid = u.relid
          )
          SELECT string_agg(concat_ws(' ', relid, edge), ',' ORDER BY relid) FROM up),
-        (SELECT string_agg(concat_ws(' ', e.adrelid, e.adnum, e.xmin), ',' ORDER BY e.adrelid, e.adnum)
-         FROM pg_attrdef AS e JOIN pg_attribute AS a ON a.attrelid = e.adrelid AND a.attnum = e.adnum
-         WHERE e.adrelid = ANY (tree) AND a.attgenerated <> ''),
         (SELECT string_agg(concat_ws(' ', attnum, attname, atttypid, atttypmod), ',' ORDER BY attnum)
          FROM pg_attribute WHERE attrelid = source AND attnum = ANY (columns) AND NOT attisdropped),
         pgtrickle._stored_columns(source, columns) <@ tracking.tracked_columns,
-        (SELECT pg_postmaster_start_time()
-         WHERE EXISTS (SELECT FROM pg_class WHERE oid = ANY (tree) AND relpersistence = 'u')),
         (SELECT prosrc = pgtrickle._inert_body() FROM pg_proc WHERE oid = capture)));
 END
 $$;

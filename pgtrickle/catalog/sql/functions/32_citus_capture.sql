@@ -88,6 +88,33 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._is_partition(text, oid) FROM PUBLIC;
 
+-- Whether all is captured that is below the partitioned tables which are captured under this name and which this session has locked: those that it
+-- writes to. The text that many shards share cannot say which one that is.
+CREATE OR REPLACE FUNCTION pgtrickle._partitions_fit_now(stable_name text) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    capture oid := to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()');
+BEGIN
+    RETURN NOT EXISTS (
+        SELECT FROM pg_lock_status() AS l
+        JOIN pg_trigger AS t ON t.tgrelid = l.relation AND t.tgfoid = capture AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
+        WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND pgtrickle._is_uncovered(l.relation, capture));
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._partitions_fit_now(text) FROM PUBLIC;
+
+-- The same when a statement is planned, as _columns_fit() does it for plain tables: PL/pgSQL has plans of its own for each shard, and a plan
+-- that reads a transition table is made anew when partitions of the table that the trigger is on come or go.
+CREATE OR REPLACE FUNCTION pgtrickle._partitions_fit(stable_name text) RETURNS boolean
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RETURN pgtrickle._partitions_fit_now(stable_name);
+END
+$$;
+REVOKE ALL ON FUNCTION pgtrickle._partitions_fit(text) FROM PUBLIC;
+
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since.
 --
@@ -143,7 +170,7 @@ $body$,
             SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%8$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
             INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
             SELECT %2$L, pg_catalog.txid_current() FROM %3$s
-            WHERE r.types OPERATOR(pg_catalog.=) %9$L
+            WHERE r.types OPERATOR(pg_catalog.=) %9$L%10$s
                 AND pg_catalog.pg_stat_get_live_tuples('pgtrickle_changes.%4$s'::pg_catalog.regclass) OPERATOR(pg_catalog.<=) %5$s;
             IF FOUND THEN
                 INSERT INTO pgtrickle_changes.%4$s (__pgt_xid, __pgt_w%6$s)
@@ -154,7 +181,9 @@ $body$,
                 pgtrickle._setting('max_buffer_rows'), c.targets, pgtrickle._changes_of(o.operation, c.selected),
                 -- New nodes get the coordinator's text, and have no sequence.
                 format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
-                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name')), c.types), 'ELS' ORDER BY part.turn DESC)
+                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name')), c.types,
+                CASE WHEN (definition -> 'partitioned')::boolean THEN format(' AND pgtrickle._partitions_fit(%L)', definition ->> 'stable_name') END),
+                'ELS' ORDER BY part.turn DESC)
             FROM (VALUES (1, 'changes_' || (definition ->> 'stable_name')), (0, 'spare_' || (definition ->> 'stable_name'))) AS part (turn, name)
          ) AS p (ways)),
         c.targets, c.selected)
@@ -193,7 +222,7 @@ BEGIN
             PERFORM pgtrickle._mark(stable_name, 'TRUNCATE');
         END IF;
         RETURN 'SELECT';
-    ELSIF NOT fits THEN
+    ELSIF NOT fits OR NOT pgtrickle._partitions_fit_now(stable_name) THEN
         marker := 'SCHEMA';
     ELSIF pg_stat_get_live_tuples(part::regclass) > pgtrickle._setting('max_buffer_rows')::bigint AND pgtrickle._overflows(buffer::regclass) THEN
         marker := 'OVERFLOW';

@@ -1,5 +1,14 @@
 -- Buffers and triggers of tables that Citus has, set up on every node and kept as they should be.
 
+-- Whether columns of a table that is captured by names have others now. Two that took each other's are not missed by anybody.
+CREATE OR REPLACE FUNCTION pgtrickle._renamed(source regclass) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t CROSS JOIN LATERAL jsonb_each_text(t.captured_as) AS c
+                   JOIN pg_attribute AS a ON a.attrelid = source AND a.attnum = c.key::smallint
+                   WHERE t.source_relid = source AND a.attname <> c.value)
+$$;
+
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
 CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -22,6 +31,11 @@ BEGIN
         UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;
     ELSIF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source) THEN
         PERFORM pgtrickle._begin_tracking(source, 'shards', stable_name);
+    ELSIF EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source AND t.capture_kind = 'row') THEN
+        PERFORM pgtrickle._drop_capture_function(stable_name); -- with its triggers, which partitions have copies of
+    END IF;
+    IF pgtrickle._renamed(source) THEN
+        PERFORM pgtrickle._mark(stable_name, 'SCHEMA'); -- what was stored since may be a neighbour's
     END IF;
     buffer := format('pgtrickle_changes.%I', 'changes_' || stable_name)::regclass;
     FOR col IN SELECT jsonb_array_elements(definition -> 'columns') LOOP
@@ -37,6 +51,8 @@ BEGIN
     PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
     UPDATE pgtrickle.pgt_change_tracking AS t
     SET capture_kind = 'shards',
+        captured_as = (SELECT jsonb_object_agg(a.attnum, a.attname) FROM pg_attribute AS a
+                       WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped),
         tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
     WHERE t.source_relid = source;
 END
@@ -83,6 +99,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     wanted record;
+    covered boolean := false;
 BEGIN
     FOR wanted IN
         SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._captured_here(source) AS h
@@ -95,8 +112,13 @@ BEGIN
         PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, wanted.suffix);
         IF wanted.lacks THEN
             PERFORM pgtrickle._mark_gap(source, stable_name);
+            covered := covered OR pg_partition_root(wanted.relation) <> wanted.relation;
         END IF;
     END LOOP;
+    IF covered THEN -- plans of writers that have found it otherwise are made anew
+        PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix) FROM pgtrickle._captured_here(source) AS h
+        WHERE pg_partition_root(h.relation) = h.relation;
+    END IF;
 END
 $$;
 
@@ -125,7 +147,8 @@ DECLARE
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
 BEGIN
     PERFORM pgtrickle._keep_ddl_here(), set_config('lock_timeout', timeout, true);
-    attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture);
+    attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture)
+                AND NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1); -- for each row: they go
     IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
         PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
     END IF;
@@ -235,7 +258,7 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
 
--- Changes when a table is placed otherwise, or partitions come or go; 'lacking' while what can be written to here lacks a trigger, or the coordinator
+-- Changes when a table is placed otherwise, and for what _capture_signature() of other tables does; 'lacking' while what can be written to here lacks a trigger, or the coordinator
 -- has no copy of a reference table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
 -- together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
@@ -251,11 +274,14 @@ BEGIN
        OR 4 > ANY (SELECT count(t.oid) FROM unnest(written) AS relation
                    LEFT JOIN pg_trigger AS t ON t.tgrelid = relation AND t.tgenabled = 'O' AND t.tgfoid = capture GROUP BY relation) THEN
         RETURN 'lacking';
+    ELSIF pgtrickle._renamed(source) THEN
+        RETURN 'renamed';
     END IF;
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
         (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
-        (SELECT string_agg(concat_ws(' ', i.inhrelid, i.inhparent, i.xmin), ',' ORDER BY i.inhrelid)
-         FROM pg_inherits AS i WHERE i.inhparent = ANY (tree) OR i.inhrelid = source)));
+        (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname) FROM pg_trigger AS t
+         WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'), -- others are made anew at times
+        pgtrickle._below(source, tree)));
 END
 $$;
 
