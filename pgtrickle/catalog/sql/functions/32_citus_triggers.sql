@@ -258,9 +258,9 @@ END
 $$;
 REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
 
--- Changes when a table is placed otherwise, and for what _capture_signature() of other tables does; 'lacking' while what can be written to here lacks a trigger, or the coordinator
--- has no copy of a reference table. Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes of all nodes
--- together are those of the table.
+-- Changes when a table is placed otherwise, and with all that _capture_signature() of other tables changes with; 'lacking' while what can be
+-- written to here lacks a trigger, or the coordinator has no copy of a reference table. Shards may come and go: what changed of them before is in
+-- the buffer of the node that they were on, and the changes of all nodes together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -279,8 +279,9 @@ BEGIN
     END IF;
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
         (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
+        -- Those for TRUNCATE are made anew at times, to lock writers out.
         (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname) FROM pg_trigger AS t
-         WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'), -- others are made anew at times
+         WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'),
         pgtrickle._below(source, tree)));
 END
 $$;
