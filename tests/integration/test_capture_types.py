@@ -107,9 +107,9 @@ def test_every_type(db: Connection) -> None:
         db.execute("UPDATE t SET id = id + 1")
         db.execute("DELETE FROM t WHERE id % 3 = 0")
     assert markers(db, name) == []
-    # The buffer's columns have the source's types; domains are their base types.
+    # The buffer's columns have the source's types, of any length; domains are their base types.
     rows = db.execute(
-        "SELECT format_type(s.atttypid, s.atttypmod), format_type(b.atttypid, b.atttypmod), s.attcollation = b.attcollation"
+        "SELECT format_type(s.atttypid, -1), format_type(b.atttypid, b.atttypmod), s.attcollation = b.attcollation"
         " FROM pgtrickle.pgt_change_tracking t JOIN pg_attribute s ON s.attrelid = t.source_relid"
         " JOIN pg_attribute b ON b.attrelid = t.buffer_relid AND b.attname = 'c' || s.attnum"
         " WHERE t.source_stable_name = %s",
@@ -118,7 +118,7 @@ def test_every_type(db: Connection) -> None:
     assert len(rows) == len(types) + 1
     assert all(collation for _, _, collation in rows)
     different = {(source, buffer) for source, buffer, _ in rows if source != buffer}
-    assert different == {("percent", "numeric(5,2)"), ("half", "numeric(5,2)")}
+    assert different == {("percent", "numeric"), ("half", "numeric")}
 
 
 def test_many_columns(db: Connection) -> None:
