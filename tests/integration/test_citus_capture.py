@@ -262,7 +262,13 @@ def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
     assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
 
 
-@pytest.mark.parametrize("level", [psycopg.IsolationLevel.REPEATABLE_READ, psycopg.IsolationLevel.SERIALIZABLE])
+@pytest.mark.parametrize(
+    "level",
+    [
+        psycopg.IsolationLevel.REPEATABLE_READ,
+        pytest.param(psycopg.IsolationLevel.SERIALIZABLE, marks=pytest.mark.long),
+    ],
+)
 def test_old_snapshots_tell_what_is_still_the_present(shop: Shop, level: psycopg.IsolationLevel) -> None:
     """What was altered since is noticed, and the value stored nowhere that it does not fit; what was rolled back is not."""
     shop.conn.execute("ALTER TABLE t ADD COLUMN note varchar(3)")

@@ -293,6 +293,7 @@ def test_a_partition_that_comes_and_goes_between_refreshes(events: Shop, end: st
         events.conn.execute("DROP TABLE IF EXISTS ev_3")
 
 
+@pytest.mark.long
 def test_a_merge_in_a_function_that_is_called_update(single: Shop) -> None:
     single.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
     single.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
