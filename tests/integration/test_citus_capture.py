@@ -16,7 +16,7 @@ from pgtrickle.errors import (
     DatabaseFailedError,
     NotDifferentiableError,
 )
-from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, needs_citus
+from tests.support.citus_shop import QUERIES, Shop, needs_citus
 from tests.support.trap import TRAP, caught, set_trap
 
 pytestmark = needs_citus
@@ -168,11 +168,7 @@ def test_dropping_cleans_up_all_nodes(shop: Shop) -> None:
     shop.refresh()
     for name in QUERIES:
         shop.db.drop_stream_table(name)
-    for node in range(3):
-        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
-            conn.execute("SET citus.override_table_visibility = off")
-            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
-            assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    shop.assert_nothing_is_captured()
     assert shop.conn.execute("SELECT count(*) FROM t").fetchone() != (0,)
 
 
@@ -204,10 +200,9 @@ def test_uninstall_leaves_nothing_on_any_node(shop: Shop) -> None:
     shop.conn.execute("UPDATE loc SET name = 'x'")
     tables = shop.conn.execute("SELECT table_name::text FROM citus_tables ORDER BY 1").fetchall()
     assert tables == [("ref",), ("t",)]
+    shop.assert_nothing_is_captured()
     for node in range(3):
         with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
-            conn.execute("SET citus.override_table_visibility = off")
-            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
             left = conn.execute("SELECT nspname FROM pg_namespace WHERE nspname LIKE 'pgtrickle%'").fetchall()
             assert left == [], f"node {node}"
     shop.queries.clear()
@@ -233,12 +228,7 @@ def test_set_up_that_fails_on_a_node_leaves_nothing_and_can_be_repeated(shop: Sh
         shop.create("totals")
     assert shop.db.stream_tables() == []
     shop.cluster.servers[2].start()
-    for node in range(3):
-        with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as conn:
-            conn.execute("SET citus.override_table_visibility = off")
-            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
-            if conn.execute("SELECT to_regnamespace('pgtrickle_changes') IS NOT NULL").fetchone() == (True,):
-                assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    shop.assert_nothing_is_captured()
     shop.db.engine.connections._failed.clear()
     shop.create("totals")
     shop.goes_on()

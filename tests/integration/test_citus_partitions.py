@@ -10,7 +10,7 @@ from psycopg import sql
 
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import NotDifferentiableError
-from tests.support.citus_shop import BUFFERS, CAPTURED, Shop, citus_shop, needs_citus
+from tests.support.citus_shop import CAPTURED, Shop, citus_shop, needs_citus
 
 pytestmark = needs_citus
 
@@ -105,11 +105,7 @@ def test_writers_of_the_table_and_of_its_partitions(events: Shop) -> None:
     ]
     for name in EVENTS:
         events.db.drop_stream_table(name)
-    for node in range(3):
-        with psycopg.connect(events.cluster.superuser_dsn(node), autocommit=True) as conn:
-            conn.execute("SET citus.override_table_visibility = off")
-            assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
-            assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+    events.assert_nothing_is_captured()
 
 
 def test_partitions_come_and_go(events: Shop) -> None:
@@ -174,13 +170,17 @@ def test_triggers_that_a_detached_partition_keeps_do_nothing(
         events.admin.execute("DROP ROLE other")
 
 
+def _plan_moves(shop: Shop) -> str:
+    """A MERGE that takes rows from one partition to the other."""
+    shop.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
+    shop.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
+    shop.conn.execute("INSERT INTO moves SELECT tenant, id, 19 - day FROM ev WHERE id % 4 = 0")
+    on = "m.tenant = ev.tenant AND m.id = ev.id"
+    return f"MERGE INTO ev USING moves AS m ON {on} WHEN MATCHED THEN UPDATE SET day = m.day"
+
+
 def test_a_merge_between_partitions_is_noticed(events: Shop) -> None:
-    events.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
-    events.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
-    events.conn.execute("INSERT INTO moves SELECT tenant, id, 19 - day FROM ev WHERE id % 4 = 0")
-    events.conn.execute(
-        "MERGE INTO ev USING moves AS m ON m.tenant = ev.tenant AND m.id = ev.id WHEN MATCHED THEN UPDATE SET day = m.day"
-    )
+    events.conn.execute(_plan_moves(events).encode())
     done = events.refresh()
     assert {action for action, _ in done.values()} == {"REINITIALIZE"}
     assert "a MERGE moved rows" in str(done["per_day"][1])
@@ -295,13 +295,8 @@ def test_a_partition_that_comes_and_goes_between_refreshes(events: Shop, end: st
 
 @pytest.mark.long
 def test_a_merge_in_a_function_that_is_called_update(single: Shop) -> None:
-    single.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
-    single.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
-    single.conn.execute("INSERT INTO moves SELECT tenant, id, 19 - day FROM ev WHERE id % 4 = 0")
-    single.conn.execute(
-        "CREATE FUNCTION update_ev() RETURNS void LANGUAGE sql AS 'MERGE INTO ev USING moves AS m"
-        " ON m.tenant = ev.tenant AND m.id = ev.id WHEN MATCHED THEN UPDATE SET day = m.day'"
-    )
+    merge = _plan_moves(single)
+    single.conn.execute(f"CREATE FUNCTION update_ev() RETURNS void LANGUAGE sql AS '{merge}'".encode())
     single.refresh()
     single.conn.execute("SELECT update_ev()")
     assert {action for action, _ in single.refresh().values()} == {"REINITIALIZE"}

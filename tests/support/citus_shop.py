@@ -66,6 +66,15 @@ class Shop:
             (name,),
         ).fetchone()
 
+    def assert_nothing_is_captured(self) -> None:
+        """No trigger and no buffer is left on the coordinator and its two workers."""
+        for node in range(3):
+            with psycopg.connect(self.cluster.superuser_dsn(node), autocommit=True) as conn:
+                conn.execute("SET citus.override_table_visibility = off")
+                assert conn.execute(CAPTURED).fetchone() == (0,), f"node {node}"
+                if conn.execute("SELECT to_regnamespace('pgtrickle_changes') IS NOT NULL").fetchone() == (True,):
+                    assert conn.execute(BUFFERS).fetchone() == (0,), f"node {node}"
+
     def change(self) -> None:
         self.round += 1
         i = self.round

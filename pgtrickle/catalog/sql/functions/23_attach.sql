@@ -166,7 +166,7 @@ $$;
 
 -- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated column is computed differently,
 -- and when a restart may have emptied an unlogged table.
-CREATE OR REPLACE FUNCTION pgtrickle._below(source regclass, tree oid[]) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._tree_state(source regclass, tree oid[]) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
 BEGIN
@@ -201,7 +201,7 @@ BEGIN
         source::oid, pgtrickle._capture_kind(source),
         (SELECT string_agg(concat_ws(' ', tgrelid, tgname, tgenabled, xmin), ',' ORDER BY tgrelid, tgname)
          FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture AND tgname LIKE 'pgtrickle\_capture\_%'),
-        pgtrickle._below(source, tree),
+        pgtrickle._tree_state(source, tree),
         (WITH RECURSIVE up (relid, edge) AS (
              SELECT inhparent, xmin::text FROM pg_inherits WHERE inhrelid = source
              UNION

@@ -1,7 +1,7 @@
 -- Buffers and triggers of tables that Citus has, set up on every node and kept as they should be.
 
 -- Whether columns of a table that is captured by names have others now. Two that took each other's are not missed by anybody.
-CREATE OR REPLACE FUNCTION pgtrickle._renamed(source regclass) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._columns_renamed(source regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t CROSS JOIN LATERAL jsonb_each_text(t.captured_as) AS c
@@ -34,7 +34,7 @@ BEGIN
     ELSIF EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source AND t.capture_kind = 'row') THEN
         PERFORM pgtrickle._drop_capture_function(stable_name); -- with its triggers, which partitions have copies of
     END IF;
-    IF pgtrickle._renamed(source) THEN
+    IF pgtrickle._columns_renamed(source) THEN
         PERFORM pgtrickle._mark(stable_name, 'SCHEMA'); -- what was stored since may be a neighbour's
     END IF;
     buffer := format('pgtrickle_changes.%I', 'changes_' || stable_name)::regclass;
@@ -274,7 +274,7 @@ BEGIN
        OR 4 > ANY (SELECT count(t.oid) FROM unnest(written) AS relation
                    LEFT JOIN pg_trigger AS t ON t.tgrelid = relation AND t.tgenabled = 'O' AND t.tgfoid = capture GROUP BY relation) THEN
         RETURN 'lacking';
-    ELSIF pgtrickle._renamed(source) THEN
+    ELSIF pgtrickle._columns_renamed(source) THEN
         RETURN 'renamed';
     END IF;
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
@@ -282,7 +282,7 @@ BEGIN
         -- Those for TRUNCATE are made anew at times, to lock writers out.
         (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname) FROM pg_trigger AS t
          WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'),
-        pgtrickle._below(source, tree)));
+        pgtrickle._tree_state(source, tree)));
 END
 $$;
 
@@ -298,7 +298,7 @@ BEGIN
     LOOP
         IF NOT answer.success THEN
             RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport, answer.result
-                USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Mend it there and try again: what the other nodes have is used then.';
+                USING ERRCODE = 'object_not_in_prerequisite_state', HINT = format('Mend it there and try again: what the other nodes have is used then. If permission was denied: %I needs TRIGGER on the table and all its partitions.', current_user);
         END IF;
     END LOOP;
 END
