@@ -5,7 +5,7 @@ PYTHON ?= $(shell scripts/find-python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-WORKERS ?= 2
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest
 # Repeated through PgBouncer in transaction mode: the command line, and the service.
 POOLED := tests/e2e/test_cli.py tests/e2e/test_cli_refresh.py tests/e2e/test_cli_operate.py tests/integration/test_service.py

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
@@ -15,7 +16,8 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgtrickle.api_databases import OtherDatabases
 from pgtrickle.api_errors import clear_errors
-from pgtrickle.catalog.install import install, require_installed, uninstall, upgrade
+from pgtrickle.catalog.gate import pass_gate
+from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.compile.place import AcrossDatabases
 from pgtrickle.delta.program import Program
 from pgtrickle.engine.connection import connect as open_connection
@@ -38,6 +40,7 @@ from pgtrickle.errors import (
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "connect"]
 
+log = logging.getLogger("pgtrickle.api")
 DSN_VARIABLE = "PGTRICKLE_DSN"
 CONNECT_SECONDS = 15
 
@@ -48,7 +51,7 @@ class StreamTable:
 
     id: int
     name: str
-    query: str
+    query: str | None  # None for those who may not see it
     schedule: str
     refresh_mode: str
     effective_mode: str | None
@@ -84,12 +87,14 @@ class StreamTableStatus:
 def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Database:
     """Connect to a database; without a DSN, PGTRICKLE_DSN or libpq's own variables say where."""
     dsn = dsn or os.environ.get(DSN_VARIABLE) or ""
-    remedy = f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database."
     try:
         known = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         # libpq's message repeats the text, and with it a password.
-        raise ConnectionFailedError("the DSN is not one that PostgreSQL understands", remedy) from None
+        raise ConnectionFailedError(
+            "the DSN is not one that PostgreSQL understands",
+            "Write it as postgresql://user@host/database, or as key=value pairs.",
+        ) from None
     if "@" in str(known.get("host", "")):
         # The rest of a password would be printed as the host's name.
         raise ConnectionFailedError("the DSN has an @ in its host", "Write an @ in a password as %40.")
@@ -101,8 +106,27 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
     except psycopg.OperationalError as error:
         shown = {name: value for name, value in known.items() if name in {"host", "port", "dbname", "user"}}
         where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
+        remedy = (
+            "See that the server runs and takes connections from here, and that the database and the role exist."
+            if known
+            else f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database."
+        )
         raise ConnectionFailedError(f"cannot connect to {where}: {str(error).strip()}", remedy) from error
+    conn.add_notice_handler(log_warning)
     return Database(conn, on_step)
+
+
+def is_worth_telling(diagnostic: psycopg.errors.Diagnostic) -> bool:
+    """Whether it is a warning. That nobody serves requests is for SQL users to know: others do the work themselves."""
+    about_service = "no pgtrickle service" in (diagnostic.message_primary or "")
+    return diagnostic.severity_nonlocalized == "WARNING" and not about_service
+
+
+def log_warning(diagnostic: psycopg.errors.Diagnostic) -> None:
+    """Log a warning of the server's."""
+    if is_worth_telling(diagnostic):
+        hint = f" ({diagnostic.message_hint})" if diagnostic.message_hint else ""
+        log.warning("%s%s", diagnostic.message_primary, hint)
 
 
 class Database(OtherDatabases):
@@ -138,6 +162,7 @@ class Database(OtherDatabases):
 
     def uninstall(self, *, drop_tables: bool = False) -> list[str]:
         """Remove the catalog; gives statements that only the owners of tables can run."""
+        require_owner(self.conn)
         require_installed(self.conn)
         self.engine.cluster.uninstall()
         return uninstall(self.conn, drop_tables=drop_tables)
@@ -163,12 +188,11 @@ class Database(OtherDatabases):
         with self._tidy_where_refused(), clear_errors(name):
             in_parts = self._import_named(query, refresh_mode)
         with self._tidy_where_refused(), clear_errors(name), self.conn.transaction():
-            compiled = self._compile(query)
+            compiled, key = self._compile(query, "spark" if in_parts else placement)
             if in_parts:
                 _require_placeable(name, compiled)
             if refresh_mode.upper() == "DIFFERENTIAL":
                 _require_differential(name, compiled)
-            key = _storable_key(compiled.program)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
                 " key_columns => %s, pooler_compatibility_mode => %s, st_placement => %s, output_distribution_column => %s)",
@@ -178,7 +202,7 @@ class Database(OtherDatabases):
                     schedule,
                     refresh_mode,
                     placement,
-                    list(key) if key is not None else None,
+                    key,
                     pooler_compatibility_mode,
                     st_placement,
                     output_distribution_column,
@@ -193,7 +217,7 @@ class Database(OtherDatabases):
         self.engine.cluster.finish(id_)
         if initialize:
             self.engine.refresh([id_], "INITIAL")
-        return self._public(self.engine.rows([id_])[0])
+        return self._public(self.engine.row(id_, name))
 
     @contextmanager
     def _tidy_where_refused(self) -> Iterator[None]:
@@ -206,12 +230,21 @@ class Database(OtherDatabases):
             raise
 
     def _note_mode(self, id_: int, mode: str, reason: str | None) -> None:
-        self.conn.execute("SELECT pgtrickle._note_mode(%s, %s, %s)", (id_, mode, reason))
+        pass_gate(self.conn, "note_mode", id=id_, mode=mode, reason=reason)
 
-    def _compile(self, query: str) -> Compiled:
-        """Analyse a query before it is a stream table."""
+    def _compile(self, query: str, placement: str | None) -> tuple[Compiled, list[str] | None]:
+        """Analyse a query before it is a stream table; gives its key too."""
+        row = self.conn.execute("SELECT coalesce(%s, pgtrickle._setting('placement'))", (placement,)).fetchone()
+        on_spark = row is not None and row[0] == "spark"
         with self._candidate(query) as view:
-            return self.engine.programs.compile(view, "candidate")
+            compiled = self.engine.programs.compile(view, "candidate", "spark" if on_spark else "auto")
+            key = _storable_key(compiled.program)
+            if key is not None:
+                return compiled, list(key)
+            # One without a differential plan may have a key all the same.
+            found = self.conn.execute("SELECT pgtrickle._find_key(%s::oid::regclass)", (view,)).fetchone()
+            assert found is not None
+            return compiled, found[0] if compiled.program is None else None
 
     @contextmanager
     def _candidate(self, query: str) -> Iterator[int]:
@@ -220,7 +253,10 @@ class Database(OtherDatabases):
             try:
                 # The binary format brings the extended protocol, which takes one statement only: a COMMIT in the text
                 # would make permanent what follows it.
-                local = self.conn.execute("SELECT pgtrickle._local_text(%s)", (query,)).fetchone()
+                local = self.conn.execute(
+                    "SELECT pgtrickle._visible_text(pgtrickle._local_text(%s), current_setting('search_path'))",
+                    (query,),
+                ).fetchone()
                 assert local is not None
                 view = "CREATE TEMP VIEW pgt_candidate AS " + local[0].rstrip().rstrip(";")
                 self.conn.execute(view.encode(), binary=True)
@@ -250,29 +286,29 @@ class Database(OtherDatabases):
         with clear_errors(name):
             in_parts = query is not None and self._import_named(query)
         with clear_errors(name), self.conn.transaction():
-            row = self.engine.rows([id_])[0]
-            compiled = self._compile(query) if query is not None else None
+            row = self.engine.row(id_, name)
+            new_placement = "spark" if in_parts else placement or row.placement
+            compiled, key = self._compile(query, new_placement) if query is not None else (None, None)
             if compiled is not None and in_parts:
                 _require_placeable(name, compiled)
             if (refresh_mode or row.refresh_mode).upper() == "DIFFERENTIAL":
-                _require_differential(name, compiled or self.engine.programs.compile(row.view_relid, "alter"))
-            if compiled is not None:
-                key = _storable_key(compiled.program)
-                if (list(key) if key is not None else None) != row.key_columns:
-                    raise InvalidQueryError(
-                        f"the new query of {name} has another key, which its unique index does not fit",
-                        "Drop the stream table and create it again.",
-                    )
+                stored = replace(row, placement=new_placement)
+                _require_differential(name, compiled or self.engine.programs.compile_stored(stored, "alter"))
+            if compiled is not None and row.key_columns is not None and key != row.key_columns:
+                raise InvalidQueryError(
+                    f"the new query of {name} has another key, which its unique index does not fit",
+                    "Drop the stream table and create it again.",
+                )
             self.conn.execute(
                 "SELECT pgtrickle.alter_stream_table(%s, schedule => %s, refresh_mode => %s, status => %s,"
                 " placement => %s, query => %s, pooler_compatibility_mode => %s, lost_members => %s)",
                 (name, schedule, refresh_mode, status, placement, query, pooler_compatibility_mode, lost_members),
             )
-        return self._public(self.engine.rows([id_])[0])
+        return self._public(self.engine.row(id_, name))
 
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
         id_ = self.id_of(name)
-        row = self.engine.rows([id_])[0]
+        row = self.engine.row(id_, name)
         with clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
         # Where one cannot be reached, the service tells it later.
@@ -324,17 +360,24 @@ class Database(OtherDatabases):
         return [self._public(row) for row in self.engine.rows()]
 
     def stream_table(self, name: str) -> StreamTable:
-        return self._public(self.engine.rows([self.id_of(name)])[0])
+        return self._public(self.engine.row(self.id_of(name), name))
 
     def refresh(self, name: str | Sequence[str]) -> list[RefreshResult]:
-        """Bring one or several stream tables up to date, in one Spark job."""
+        """Bring one or several stream tables up to date, in one Spark job.
+
+        Those that can be are refreshed; then the error names all that failed.
+        """
         names = [name] if isinstance(name, str) else list(name)
         return self.engine.refresh(self._ids_of(names))
 
     def refresh_all(self) -> list[RefreshResult]:
-        """Bring every stream table of the database up to date."""
+        """Bring every stream table of the database up to date that is not suspended.
+
+        Those that can be are refreshed; then the error names all that failed.
+        """
         require_installed(self.conn)
-        return self.engine.refresh([row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"])
+        ids = [row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"]
+        return self.engine.refresh(ids, may_be_dropped=True)
 
     def status(self) -> list[StreamTableStatus]:
         """Freshness and last refresh of all stream tables."""
@@ -345,7 +388,7 @@ class Database(OtherDatabases):
                 " s.effective_mode, s.mode_reason, s.reinit_reason, extract(epoch FROM s.staleness)::float8 AS staleness,"
                 " s.consecutive_errors AS errors, s.last_error, h.status AS last_status, h.action AS last_action,"
                 " h.rows_inserted, h.rows_deleted, extract(epoch FROM h.end_time - h.start_time)::float8 AS seconds"
-                " FROM pgtrickle.pgt_status() AS s LEFT JOIN LATERAL (SELECT r.* FROM pgtrickle.pgt_refresh_history AS r"
+                " FROM pgtrickle.pgt_status() AS s LEFT JOIN LATERAL (SELECT r.* FROM pgtrickle.pgt_visible_history AS r"
                 " WHERE r.pgt_id = s.pgt_id ORDER BY r.refresh_id DESC LIMIT 1) AS h ON true ORDER BY s.pgt_schema, s.pgt_name"
             ).fetchall()
 
@@ -397,8 +440,8 @@ class Database(OtherDatabases):
 
     def explain(self, name: str) -> str:
         """The delta plan as a tree: what runs where, and why."""
-        row = self.engine.rows([self.id_of(name)])[0]
-        compiled = self.engine.programs.compile(row.view_relid, "explain")
+        row = self.engine.row(self.id_of(name), name)
+        compiled = self.engine.programs.compile_stored(row, "explain")
         return explain_program(row, compiled)
 
     def history(self, name: str, limit: int = 20) -> list[dict[str, Any]]:
@@ -406,7 +449,7 @@ class Database(OtherDatabases):
         with self.conn.cursor(row_factory=psycopg.rows.dict_row) as cursor:
             return cursor.execute(
                 "SELECT refresh_id, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,"
-                " rows_deleted, phases, error, sqlstate FROM pgtrickle.pgt_refresh_history WHERE pgt_id = %s"
+                " rows_deleted, phases, error, sqlstate FROM pgtrickle.pgt_visible_history WHERE pgt_id = %s"
                 " ORDER BY refresh_id DESC LIMIT %s",
                 (self.id_of(name), limit),
             ).fetchall()

@@ -34,7 +34,7 @@ class OtherDatabases:
     def add_database(self, name: str, dsn: str, *, roles: Sequence[str] = ()) -> RegisteredDatabase:
         """Register another database, whose tables queries may then name as `name.schema.table`.
 
-        A password must not be in the DSN: name a variable instead, as `${CRM_PASSWORD}`. `roles` may use it besides
+        A password must not be in the DSN: name a variable instead, as `${PGTRICKLE_CRM_PASSWORD}`. `roles` may use it besides
         administrators. Registered again under the same name it gets another DSN.
         """
         require_installed(self.conn)

@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 
+from pgtrickle.engine.failures import locked
 from pgtrickle.errors import InvalidQueryError, PrivilegeError, StreamTableExistsError, StreamTableNotFoundError
 
 
@@ -36,6 +37,8 @@ class clear_errors:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, psycopg.errors.LockNotAvailable | psycopg.errors.DeadlockDetected):
+            raise locked(self.name, error) from error
         if not isinstance(error, psycopg.Error) or isinstance(error, psycopg.OperationalError):
             return
         message, hint = error.diag.message_primary or str(error), error.diag.message_hint

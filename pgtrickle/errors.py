@@ -24,6 +24,10 @@ class NotInstalledError(PgtrickleError):
     """The database has no pgtrickle catalog, or one of a version this release cannot work with."""
 
 
+class UntrustedCatalogError(PgtrickleError):
+    """The database has a catalog of a role whose code must not run with the rights of the connected one."""
+
+
 class UnsupportedServerError(PgtrickleError):
     """The server's version, or the kind of server, is not one that pgtrickle works with."""
 
@@ -78,8 +82,23 @@ class RefreshConflictError(RefreshError):
     """Another process refreshes the stream table, or took it over while this one was at work."""
 
 
+class RefreshesFailedError(RefreshError):
+    """Of several stream tables some could not be refreshed; all others were.
+
+    `failures` has the error of each by its name.
+    """
+
+    def __init__(self, message: str, hint: str | None = None, failures: dict[str, Exception] | None = None) -> None:
+        super().__init__(message, hint)
+        self.failures = failures or {}
+
+
 class SourceChangedError(RefreshError):
     """A source was altered, replaced or dropped so that the stream table cannot be maintained as it stands."""
+
+
+class KeyLostError(RefreshError):
+    """The columns that tell the rows of a stream table apart no longer do so: the key of a source was dropped."""
 
 
 class SourceLockedError(RefreshError):

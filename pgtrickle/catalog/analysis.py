@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -13,8 +14,11 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from sqlglot import exp
 
+from pgtrickle.query.conditions import unwrap
+from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Column, Relation, RelationColumn
 from pgtrickle.query.types import PgType
+from pgtrickle.query.unsupported import Unsupported
 
 GONE = -1  # the number of a column that was dropped or retyped in its own database
 
@@ -32,8 +36,11 @@ class Analysis:
     """Types and relations as the connected database has them. Types are asked for once."""
 
     conn: psycopg.Connection[Any]
-    deterministic: bool = True  # no column read has a collation whose equality is not identity
+    create: Callable[[str], None] | None = None  # creates a view with the rights of the query's owner
+    collated: bool = False  # a column that is read, or an expression, has another collation than its type
+    own_operators: bool = False  # the query uses operators that are not PostgreSQL's own
     _types: dict[tuple[int, int], PgType] = field(default_factory=dict)
+    _casts: dict[tuple[str, str], tuple[str | None, str | None]] = field(default_factory=dict)
 
     def types(self, wanted: Sequence[tuple[int, int]]) -> list[PgType]:
         """Types by OID and typmod."""
@@ -45,7 +52,12 @@ class Analysis:
                 )
                 for row in cursor:
                     self._types[missing[row["ord"] - 1]] = PgType(
-                        row["oid"], row["typmod"], row["name"], row["is_enum"], groupable=row["groupable"]
+                        row["oid"],
+                        row["typmod"],
+                        row["name"],
+                        row["is_enum"],
+                        groupable=row["groupable"],
+                        equals=row["equals"],
                     )
         return [self._types[key] for key in wanted]
 
@@ -64,7 +76,10 @@ class Analysis:
             found = {"relations": [row["oid"] for row in rows]}
             shards = cursor.execute(load_query("shards"), found).fetchall()
         columns = [item for row in rows for item in row["columns"] or []]
-        self.deterministic = all(item["deterministic"] for item in columns)
+        self.collated = any(item["collation"] for item in columns) or any(
+            " COLLATE " in (row["definition"] or "") for row in rows
+        )
+        self.own_operators = any(row["own_operators"] for row in rows)
         types = iter(self.types([(item["type"], item["typmod"]) for item in columns]))
         result = {}
         for row in rows:
@@ -72,7 +87,7 @@ class Analysis:
                 RelationColumn(
                     item["name"],
                     item["attnum"],
-                    replace(next(types), deterministic=item["deterministic"]),
+                    replace(next(types), collation=item["collation"], deterministic=item["deterministic"]),
                     item["not_null"],
                     item["generated"],
                 )
@@ -98,23 +113,84 @@ class Analysis:
         """The types PostgreSQL gives to expressions over columns of known types."""
         if not expressions:
             return []
-        nulls = ", ".join(f"NULL::{column.type.name} AS {column.id}" for column in columns)
-        values = ", ".join(item.sql(dialect="postgres") for item in expressions)
+        nulls = ", ".join(f"{column.type.cast('NULL')} AS {column.id}" for column in columns)
+        values = ", ".join(f"{item.sql(dialect='postgres')} AS v{i}" for i, item in enumerate(expressions))
         grouped = f"SELECT {values} FROM (SELECT {nulls}) AS s LIMIT 0"
         return self._describe(grouped)
 
     def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:
         """The column types of a set operation over branches of these types."""
-        selects = [", ".join(f"NULL::{type_.name}" for type_ in branch) for branch in branches]
+        selects = [", ".join(f"{type_.cast('NULL')} AS v{i}" for i, type_ in enumerate(branch)) for branch in branches]
         return self._describe(" UNION ALL ".join(f"SELECT {items}" for items in selects) + " LIMIT 0")
 
+    def casts_for_equality(self, left: PgType, right: PgType) -> tuple[str | None, str | None]:
+        """The types that PostgreSQL casts two values to before it compares them by `=`; None for one that it takes as it is."""
+        if self.own_operators:
+            raise Unsupported(
+                "the query compares by operators that are not PostgreSQL's own, and its text does not show which of them"
+                " USING and IN mean: compare by ON or EXISTS instead"
+            )
+        if left.oid == right.oid:
+            return None, None
+        names = left.name, right.name
+        if names not in self._casts:
+            question = (
+                f"SELECT s.l = s.r AS equal FROM (SELECT {left.cast('NULL')} AS l, {right.cast('NULL')} AS r) AS s"
+            )
+            with self._view(question) as view:
+                row = self.conn.execute("SELECT pg_get_viewdef(%s::regclass)", (view,)).fetchone()
+            assert row is not None
+            self._casts[names] = _casts_in(row[0])
+        return self._casts[names]
+
+    @contextmanager
+    def _view(self, text: str) -> Iterator[str]:
+        """A view of a query, which is gone afterwards; its name."""
+        with self.conn.transaction(force_rollback=True):
+            statement = f"CREATE TEMP VIEW pgt_types AS {text}"
+            if self.create is not None:
+                self.create(statement)
+            else:
+                self.conn.execute(sql.SQL(statement))
+            yield "pg_temp.pgt_types"
+
     def _describe(self, text: str) -> list[PgType]:
-        with self.conn.cursor() as cursor:
-            cursor.execute(sql.SQL(text))
-            result = cursor.pgresult
-            assert result is not None
-            found = self.types([(result.ftype(i), result.fmod(i)) for i in range(result.nfields)])
-        return [replace(type_, deterministic=self.deterministic) for type_ in found]
+        """The types of a query's columns. It is analysed and not planned: planning evaluates immutable functions."""
+        if self.create is None and not self.collated:
+            return self._describe_statement(text)
+        try:
+            with self._view(text) as view:
+                found = self.conn.execute(load_query("view_columns"), (view,)).fetchall()
+        except psycopg.errors.InvalidTableDefinition:  # a column of a row type without a name
+            if self.create is not None:
+                raise
+            return self._describe_statement(text)
+        types = self.types([(oid, typmod) for oid, typmod, _, _ in found])
+        return [
+            replace(type_, collation=collation, deterministic=deterministic)
+            for type_, (_, _, collation, deterministic) in zip(types, found, strict=True)
+        ]
+
+    def _describe_statement(self, text: str) -> list[PgType]:
+        pgconn = self.conn.pgconn
+        encoding = self.conn.info.encoding
+        with self.conn.lock:
+            result = pgconn.prepare(b"", text.encode(encoding))
+            if result.status == psycopg.pq.ExecStatus.COMMAND_OK:
+                result = pgconn.describe_prepared(b"")
+        if result.status != psycopg.pq.ExecStatus.COMMAND_OK:
+            raise psycopg.errors.error_from_result(result, encoding)
+        return self.types([(result.ftype(i), result.fmod(i)) for i in range(result.nfields)])
+
+
+def _casts_in(definition: str) -> tuple[str | None, str | None]:
+    """The casts around the two sides of the comparison that a view selects."""
+    comparison = unwrap(parse(definition).expressions[0].unalias())
+    if not isinstance(comparison, exp.EQ):
+        raise Unsupported("how two types are compared cannot be told", comparison)
+    sides = [unwrap(side) for side in (comparison.this, comparison.expression)]
+    left, right = (side.to.sql(dialect="postgres") if isinstance(side, exp.Cast) else None for side in sides)
+    return left, right
 
 
 def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:

@@ -6,15 +6,19 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import class_row
 
+from pgtrickle.catalog.gate import require_administrator
 from pgtrickle.errors import ConnectionFailedError
 
 SECRETS = ("password", "sslpassword")
+# Files of the machine, and the address that gets what a password file has for another host.
+FILE_OPTIONS = ("service", "passfile", "sslcert", "sslkey", "hostaddr")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.
 _LIMITS = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
@@ -72,6 +76,7 @@ def register_set(
     roles: Sequence[str],
 ) -> None:
     """Write a set of databases down, or change which are its members."""
+    require_administrator(conn, "register sets of databases")
     conn.execute(
         "SELECT pgtrickle._register_set(%s, %s, %s, %s, %s)", (name, pattern, list(members), server, list(roles))
     )
@@ -79,10 +84,12 @@ def register_set(
 
 def register(conn: psycopg.Connection[Any], name: str, dsn: str, node: str | None, roles: Sequence[str]) -> None:
     """Write a database down, or change how it is reached."""
+    require_administrator(conn, "register databases")
     conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, %s)", (name, dsn, node, list(roles)))
 
 
 def remove(conn: psycopg.Connection[Any], name: str) -> None:
+    require_administrator(conn, "remove registered databases")
     conn.execute("SELECT pgtrickle._remove_database(%s)", (name,))
 
 
@@ -100,15 +107,46 @@ def storable(dsn: str) -> str:
         if value is not None and not _VARIABLE.fullmatch(str(value)):
             raise ConnectionFailedError(
                 f"the DSN has a {name} in it, which would be stored where others can read it",
-                f"Name a variable of the service's environment instead, {name}=${{CRM_PASSWORD}},"
+                f"Name a variable of the service's environment instead, {name}=${{PGTRICKLE_CRM_PASSWORD}},"
                 " or keep it in a password file (~/.pgpass, passfile=…) or a service file (service=…).",
             )
     return make_conninfo("", **known)
 
 
-def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ) -> str:
+@dataclass(frozen=True)
+class DsnPolicy:
+    """What the DSN of a registered database may take from a machine that has secrets of others, too.
+
+    An administrator of one database writes the DSN, and chooses the host that gets the secret. PGPASSWORD is not for them.
+    """
+
+    variables: tuple[str, ...] = ("PGTRICKLE_*",)  # patterns of names in the environment
+    options: tuple[str, ...] = ()  # of FILE_OPTIONS
+
+    def apply(self, name: str, known: dict[str, Any]) -> None:
+        """An error if a DSN takes something else."""
+        for option in FILE_OPTIONS:
+            if option in known and option not in self.options:
+                raise ConnectionFailedError(
+                    f"the DSN of database {name} has the option {option}, which the service's configuration does not allow",
+                    f"Add {option} to dsn_options in [service], if all administrators of served databases may use it.",
+                )
+        for key in SECRETS:
+            variable = _VARIABLE.fullmatch(str(known.get(key, "")))
+            if variable is not None and not any(fnmatchcase(variable[1], pattern) for pattern in self.variables):
+                raise ConnectionFailedError(
+                    f"the {key} of database {name} is in the variable {variable[1]},"
+                    " which the service's configuration does not allow",
+                    f"Add {variable[1]} to dsn_variables in [service], or name another variable in the DSN.",
+                )
+        known.setdefault("password", "")
+
+
+def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ, policy: DsnPolicy | None = None) -> str:
     """The DSN to connect with: its secrets filled in from the environment."""
     known: dict[str, Any] = conninfo_to_dict(dsn)
+    if policy is not None:
+        policy.apply(name, known)
     for key in SECRETS:
         variable = _VARIABLE.fullmatch(str(known.get(key, "")))
         if variable is None:

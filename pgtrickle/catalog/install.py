@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from importlib.resources.abc import Traversable
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
 from pgtrickle import __version__
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.trust import SCHEMAS
 from pgtrickle.errors import (
     ExtensionPresentError,
     InstallError,
@@ -23,9 +26,13 @@ from pgtrickle.errors import (
 )
 
 Connection = psycopg.Connection[Any]
+Result = TypeVar("Result")
 
 OLDEST_SERVER = 15
-SCHEMAS = ("pgtrickle", "pgtrickle_changes", "pgtrickle_views")
+
+LOCK_SECONDS = 30
+LOCK_TIMEOUT = f"{LOCK_SECONDS}s"
+DEADLOCKS = 5  # attempts: the catalog is locked in order, but a service also holds tables whose triggers are replaced
 
 # Any constant does, as long as every release takes the same one.
 _INSTALL_LOCK = 7_165_342_811
@@ -38,18 +45,26 @@ def install(conn: Connection, *, service_role: str | None = None, target: int | 
     was if not given, and is at first the installing role. `target` stops at an earlier version, for tests of upgrades.
     """
     _check_server(conn)
-    with _one_transaction(conn, "install"):
-        if installed_version(conn) is None:
-            _create_schemas(conn)
-        return _bring_up_to_date(conn, service_role, target)
+
+    def run() -> int:
+        with _one_transaction(conn, "install"):
+            if installed_version(conn) is None:
+                _create_schemas(conn)
+            return _bring_up_to_date(conn, service_role, target)
+
+    return _despite_deadlocks(conn, run)
 
 
 def upgrade(conn: Connection) -> int:
     """Bring the catalog up to this release's version and return it."""
     _check_server(conn)
-    with _one_transaction(conn, "upgrade"):
-        require_installed(conn)
-        return _bring_up_to_date(conn, None, None)
+
+    def run() -> int:
+        with _one_transaction(conn, "upgrade"):
+            require_installed(conn)
+            return _bring_up_to_date(conn, None, None)
+
+    return _despite_deadlocks(conn, run)
 
 
 def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
@@ -57,9 +72,12 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
 
     Returned are the statements that remain to be run, each by the owner of the table it names.
     """
+    return _despite_deadlocks(conn, lambda: _uninstall(conn, drop_tables))
+
+
+def _uninstall(conn: Connection, drop_tables: bool) -> list[str]:
     with _one_transaction(conn, "uninstall"):
         require_installed(conn)
-        _require_owner(conn)
         _refuse_dependents(conn)
         tables = _rows(
             conn,
@@ -94,9 +112,9 @@ def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
 
 def installed_version(conn: Connection) -> int | None:
     """The version of the catalog in this database; None if there is none."""
-    if _value(conn, "SELECT to_regclass('pgtrickle.pgt_schema_version') IS NULL"):
+    if _value(conn, "SELECT pg_catalog.to_regclass('pgtrickle.pgt_schema_version') IS NULL"):
         return None
-    version: int | None = _value(conn, "SELECT max(version) FROM pgtrickle.pgt_schema_version")
+    version: int | None = _value(conn, "SELECT pg_catalog.max(version) FROM pgtrickle.pgt_schema_version")
     return version
 
 
@@ -114,7 +132,6 @@ def require_installed(conn: Connection) -> int:
 
 
 def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | None) -> int:
-    _require_owner(conn)
     latest = latest_version()
     version = installed_version(conn) or 0
     if version > latest:
@@ -131,10 +148,30 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
         # Bodies may name functions of later files.
         _set_local(conn, "check_function_bodies", "off")
         for script in _scripts("functions"):
-            _run(conn, script)
+            _replace_functions(conn, script)
         _set_local(conn, "check_function_bodies", "on")
         _settle_service_role(conn, service_role)
     return version
+
+
+def _replace_functions(conn: Connection, script: Traversable) -> None:
+    """Create functions or replace them. One whose result or parameters have changed is dropped first.
+
+    The others stay what they are to sessions that are calling them.
+    """
+    while True:
+        try:
+            with conn.transaction():
+                _run(conn, script)
+        except psycopg.errors.InvalidFunctionDefinition as error:
+            # The hint names it in every language: "Use DROP FUNCTION pgtrickle.f(text) first."
+            named = re.search(r"DROP \w+ (pgtrickle\..+\))", error.diag.message_hint or "")
+            if named is None:
+                raise
+            former = _value(conn, "SELECT to_regprocedure(%s)::text", [named[1]])
+            conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(former)))
+        else:
+            return
 
 
 def _settle_service_role(conn: Connection, service_role: str | None) -> None:
@@ -154,15 +191,10 @@ def _create_schemas(conn: Connection) -> None:
     brought = _value(
         conn,
         "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus') AND to_regnamespace('pgtrickle') IS NULL"
-        " AND (SELECT nspowner = current_user::regrole FROM pg_namespace WHERE nspname = 'pgtrickle_changes')",
+        " AND (SELECT nspowner = quote_ident(current_user)::regrole FROM pg_namespace WHERE nspname = 'pgtrickle_changes')",
     )
     wanted = [name for name in SCHEMAS if not (brought and name == "pgtrickle_changes")]
-    taken = [name for name in wanted if _value(conn, "SELECT to_regnamespace(%s) IS NOT NULL", [name])]
-    if taken:
-        raise InstallError(
-            f"Database {_database(conn)} already has a schema {', '.join(taken)} that pgtrickle did not create",
-            "Rename or drop it.",
-        )
+    _refuse_schemas(conn, [name for name in wanted if _value(conn, "SELECT to_regnamespace(%s) IS NOT NULL", [name])])
     for name in wanted:
         conn.execute(sql.SQL("CREATE SCHEMA {}").format(sql.Identifier(name)))
     conn.execute(
@@ -188,13 +220,36 @@ def _check_extension(conn: Connection) -> None:
         )
 
 
-def _require_owner(conn: Connection) -> None:
-    """Exactly that role: what another one creates would be the other one's, and the functions run as their owner."""
-    owner = _value(conn, "SELECT nspowner::regrole::text FROM pg_namespace WHERE nspname = 'pgtrickle'")
-    if not _value(conn, "SELECT %s::regrole = quote_ident(current_user)::regrole", [owner]):
+def require_owner(conn: Connection) -> None:
+    """Nothing if there is no catalog, or one of exactly this role.
+
+    What another role creates would be the other one's, and what another one created may be a trap.
+    """
+    owners = dict(
+        _rows(
+            conn,
+            "SELECT n.nspname, r.rolname FROM pg_catalog.pg_namespace AS n"
+            " JOIN pg_catalog.pg_roles AS r ON r.oid OPERATOR(pg_catalog.=) n.nspowner"
+            " WHERE n.nspname OPERATOR(pg_catalog.=) ANY (%(ours)s::pg_catalog.text[])"
+            " AND r.rolname OPERATOR(pg_catalog.<>) current_user",
+            {"ours": list(SCHEMAS)},
+        )
+    )
+    if "pgtrickle" in owners:
+        owner = owners["pgtrickle"]
         raise PrivilegeError(
             f"The catalog in database {_database(conn)} belongs to role {owner}",
-            f"Connect as {owner}, or SET ROLE {owner}, and run it again.",
+            f"If {owner} installed it, connect as {owner}, or SET ROLE {owner}, and run it again."
+            " If nobody did, drop the schema.",
+        )
+    _refuse_schemas(conn, list(owners))
+
+
+def _refuse_schemas(conn: Connection, taken: list[str]) -> None:
+    if taken:
+        raise InstallError(
+            f"Database {_database(conn)} already has a schema {', '.join(taken)} that pgtrickle did not create",
+            "Rename or drop it.",
         )
 
 
@@ -224,13 +279,16 @@ def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
     database = conn.info.dbname
     try:
         with conn.transaction():
-            conn.execute("SELECT pg_advisory_xact_lock(%s)", [_INSTALL_LOCK])
-            former = _value(conn, "SELECT current_setting('search_path')")
-            _set_local(conn, "search_path", "pg_catalog, pg_temp")
+            former = _value(conn, "SELECT pg_catalog.current_setting('search_path')")
+            waits = _value(conn, "SELECT pg_catalog.current_setting('lock_timeout')")
+            conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
             _check_extension(conn)
+            require_owner(conn)  # before anything in the schemas is read or called
+            _come_one_after_the_other(conn)
             yield
             # The caller's own transaction may go on after this.
             _set_local(conn, "search_path", former)
+            _set_local(conn, "lock_timeout", waits)
     except psycopg.errors.InsufficientPrivilege as error:
         raise PrivilegeError(
             f"Could not {action} the catalog in database {database}: {_message(error)}",
@@ -243,8 +301,56 @@ def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
         ) from error
 
 
+def _despite_deadlocks(conn: Connection, run: Callable[[], Result]) -> Result:
+    """Run a transaction again that a deadlock ended: a service at work takes its locks in another order."""
+    for _ in range(DEADLOCKS if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE else 0):
+        try:
+            return run()
+        except InstallError as error:
+            if not isinstance(error.__cause__, psycopg.errors.DeadlockDetected):
+                raise
+    return run()
+
+
+def _come_one_after_the_other(conn: Connection) -> None:
+    """Wait for another installation. Anybody can hold an advisory lock, so nobody is waited for long: names collide then."""
+    try:
+        with conn.transaction():
+            _set_local(conn, "lock_timeout", "5s")
+            conn.execute("SELECT pg_advisory_xact_lock(%s)", [_INSTALL_LOCK])
+    except psycopg.errors.LockNotAvailable:
+        pass
+    _set_local(conn, "lock_timeout", LOCK_TIMEOUT)
+    if installed_version(conn) is not None:
+        conn.execute("LOCK TABLE pgtrickle.pgt_schema_version IN SHARE ROW EXCLUSIVE MODE")
+        _lock_catalog(conn)
+
+
+def _lock_catalog(conn: Connection) -> None:
+    """Lock all views and tables of the catalog, or none.
+
+    Other commands hold some of them and wait for others, in orders of their own. So this one never waits for long while it
+    holds one: it gives all back and begins again.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            with conn.transaction():
+                _set_local(conn, "lock_timeout", "50ms")  # much shorter than deadlock_timeout
+                conn.execute(load_query("lock_catalog"))
+                _set_local(conn, "lock_timeout", LOCK_TIMEOUT)
+                return
+        except psycopg.errors.LockNotAvailable as error:
+            if time.monotonic() > deadline:
+                raise InstallError(
+                    f"The catalog in database {_database(conn)} is in use: another transaction has not ended",
+                    "Nothing was changed. End it, or `pgtrickle drain` the database, and run it again.",
+                ) from error
+            time.sleep(0.1)  # waiting in PostgreSQL's queue would hold up everybody behind us
+
+
 def _set_local(conn: Connection, name: str, value: str) -> None:
-    conn.execute("SELECT set_config(%s, %s, true)", [name, value])
+    conn.execute("SELECT pg_catalog.set_config(%s, %s, true)", [name, value])
 
 
 def _message(error: psycopg.Error) -> str:

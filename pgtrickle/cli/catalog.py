@@ -32,7 +32,7 @@ def upgrade(dsn: str | None) -> None:
 @click.option("--drop-tables", is_flag=True, help="Drop the stream tables too; otherwise they stay as plain tables.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @with_dsn
-def uninstall(dsn: str | None, drop_tables: bool, yes: bool) -> None:
+def uninstall(dsn: str | None, drop_tables: bool, yes: bool) -> int:
     """Remove the catalog, all capture triggers and change buffers.
 
     Statements that only the owners of tables can run are printed.
@@ -42,10 +42,24 @@ def uninstall(dsn: str | None, drop_tables: bool, yes: bool) -> None:
             what = (
                 "the catalog and all stream tables" if drop_tables else "the catalog; stream tables become plain tables"
             )
-            click.confirm(f"Remove {what} in database {database.conn.info.dbname}?", abort=True, err=True)
+            if not _confirmed(f"Remove {what} in database {database.conn.info.dbname}?"):
+                click.echo("nothing was removed", err=True)
+                return 1
         remaining = database.uninstall(drop_tables=drop_tables)
         click.echo(f"pgtrickle is removed from database {database.conn.info.dbname}")
         if remaining:
             click.echo("the owners of these tables must still run:", err=True)
             for statement in remaining:
                 click.echo(statement)
+    return 0
+
+
+def _confirmed(question: str) -> bool:
+    """The answer; no, where there is nobody to give one."""
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort as error:
+        if isinstance(error.__context__, EOFError):
+            click.echo(err=True)
+            return False
+        raise

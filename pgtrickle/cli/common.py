@@ -44,17 +44,18 @@ def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]
 def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
     """Connect; the server's warnings go to stderr."""
     # Here and not above: loading the engine takes half a second that --help need not wait for.
-    from pgtrickle.api import connect
+    from pgtrickle.api import connect, log_warning
 
     database = connect(dsn, on_step=on_step)
+    database.conn.remove_notice_handler(log_warning)
     database.conn.add_notice_handler(_show_notice)
     return database
 
 
 def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
-    # That nobody serves requests is for SQL users to know: a command does the work itself or says that it cannot.
-    about_service = "no pgtrickle service" in (diagnostic.message_primary or "")
-    if diagnostic.severity_nonlocalized == "WARNING" and not about_service:
+    from pgtrickle.api import is_worth_telling
+
+    if is_worth_telling(diagnostic):
         click.echo(f"warning: {diagnostic.message_primary}", err=True)
         if diagnostic.message_hint:
             click.echo(f"hint: {diagnostic.message_hint}", err=True)
@@ -122,3 +123,8 @@ def stop_on_signals() -> None:
 
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, interrupt)
+
+
+def failures(in_a_row: int, last: str | None) -> str:
+    """What went wrong with a stream table. What may be over by itself is not counted."""
+    return f"failed {in_a_row} times: {last}" if in_a_row else f"the last refresh failed: {last}"

@@ -10,7 +10,7 @@ from pgtrickle.cli.common import as_json, open_database, print_json, print_table
 @click.group(
     epilog="""\b
 Examples:
-  pgtrickle database add crm "host=crm.example dbname=crm user=pgtrickle password=\\${CRM_PASSWORD}"
+  pgtrickle database add crm "host=crm.example dbname=crm user=pgtrickle password=\\${PGTRICKLE_CRM_PASSWORD}"
   pgtrickle create vip_orders "SELECT o.id, c.name FROM orders o JOIN crm.public.customers c ON c.id = o.customer"
   pgtrickle database check"""
 )
@@ -27,7 +27,7 @@ def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None
     """Register the database of DSN as NAME, or change how NAME is reached.
 
     pgtrickle must be installed there too, with the DSN's user as its service role. A password is not stored: keep it in a
-    password file or service file of libpq, or name a variable of the environment, as password=${CRM_PASSWORD}.
+    password file or service file of libpq, or name a variable of the environment, as password=${PGTRICKLE_CRM_PASSWORD}.
     """
     with open_database(dsn) as db:
         added = db.add_database(name, target, roles=roles)

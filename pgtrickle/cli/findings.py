@@ -10,6 +10,7 @@ import psycopg
 
 from pgtrickle.catalog.install import OLDEST_SERVER, installed_version, latest_version
 from pgtrickle.catalog.problems import problem_remedy
+from pgtrickle.cli.common import failures
 from pgtrickle.engine.connection import another, is_pooled
 from pgtrickle.engine.session import check_java
 from pgtrickle.errors import JavaMissingError
@@ -109,24 +110,40 @@ def _stream_tables(conn: Connection) -> Iterator[Finding]:
         conn,
         "SELECT format('%I.%I', pgt_schema, pgt_name), status, status_reason, consecutive_errors, last_error,"
         " CASE WHEN frontier IS NOT NULL THEN reinit_reason END, pgtrickle._ownership_problem(pgt_id),"
-        " CASE WHEN pgtrickle._ownership_problem(pgt_id) IS NULL THEN pgtrickle._privilege_problem(pgt_id) END"
+        " CASE WHEN pgtrickle._ownership_problem(pgt_id) IS NULL THEN pgtrickle._privilege_problem(pgt_id) END,"
+        " pgtrickle._error_remedy(error_kind, format('%I.%I', pgt_schema, pgt_name), status = 'SUSPENDED')"
         " FROM pgtrickle.pgt_stream_tables ORDER BY pgt_schema, pgt_name",
     )
-    for name, status, why, errors, last_error, again, ownership, privilege in rows:
+    for name, status, why, errors, last_error, again, ownership, privilege, remedy in rows:
         if ownership or privilege:
             # Whatever else there is follows from it.
             yield Finding("stream-table", name, ownership or privilege, problem_remedy(name, ownership or privilege))
             continue
-        if status == "ERROR" or errors:
-            problem = f"failed {errors} times: {last_error or why}"
-            yield Finding("stream-table", name, problem, f"Remove the cause and run `pgtrickle refresh {name}`.")
+        if last_error or errors:
+            yield Finding("stream-table", name, failures(errors, last_error or why), remedy)
         if again:
             problem = f"will be filled anew: {again}"
             yield Finding("stream-table", name, problem, f"Run `pgtrickle refresh {name}` when it suits.")
         if status == "SUSPENDED":
             stopped = why == "emergency stop"
-            remedy = "SELECT pgtrickle.resume_capture()" if stopped else f"`pgtrickle alter {name} --status ACTIVE`"
-            yield Finding("stream-table", name, f"is suspended ({why})", f"Resume it with {remedy}.")
+            resume = "SELECT pgtrickle.resume_capture()" if stopped else f"`pgtrickle alter {name} --status ACTIVE`"
+            yield Finding("stream-table", name, f"is suspended ({why})", f"Resume it with {resume}.")
+
+
+def _copy(conn: Connection) -> Iterator[Finding]:
+    """A copy keeps changes for the readers of the original, until somebody has noticed that it is one."""
+    rows = _rows(
+        conn,
+        "SELECT i.database, (SELECT count(*) FROM pgtrickle.pgt_consumers) FROM pgtrickle.pgt_identity AS i"
+        " WHERE i.node <> pgtrickle._node()",
+    )
+    for original, consumers in rows:
+        yield Finding(
+            "copy",
+            conn.info.dbname,
+            f"is a copy of database {original}, and keeps changes for {consumers} readers of that one",
+            "Run `pgtrickle upgrade`; a service that starts here does the same.",
+        )
 
 
 def _capture(conn: Connection) -> Iterator[Finding]:
@@ -183,6 +200,24 @@ def _service(conn: Connection) -> Iterator[Finding]:
     )
     for check, detail, remedy in rows:
         yield Finding(check.replace("_", "-"), conn.info.dbname, detail, remedy)
+
+
+def _trust(conn: Connection) -> Iterator[Finding]:
+    """No service may be here because it does not trust the role that installed (see catalog/trust.py)."""
+    rows = _rows(
+        conn,
+        "SELECT o.rolname, s.rolname FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner"
+        " JOIN pg_roles s ON s.rolname = pgtrickle._service_role() WHERE n.nspname = 'pgtrickle'"
+        " AND NOT (o.rolsuper OR o.oid = s.oid OR pg_has_role(o.oid, s.oid, 'MEMBER')) AND NOT EXISTS"
+        " (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND lease_expires > clock_timestamp())",
+    )
+    for owner, service in rows:
+        yield Finding(
+            "trust",
+            conn.info.dbname,
+            f"has no service, and its catalog belongs to role {owner}, which login {service} does not trust by itself",
+            f"Add {owner} to trusted_owners in the service's configuration, or run GRANT {service} TO {owner}.",
+        )
 
 
 def _pooler(conn: Connection) -> Iterator[Finding]:
@@ -244,9 +279,11 @@ def _citus(conn: Connection) -> Iterator[Finding]:
 
 CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (
     _stream_tables,
+    _copy,
     _capture,
     _requests,
     _service,
+    _trust,
     _pooler,
     _databases,
     _citus,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import age, as_json, open_database, print_json, print_table, with_dsn
+from pgtrickle.cli.common import age, as_json, failures, open_database, print_json, print_table, with_dsn
 
 
 @click.command("list")
@@ -19,7 +19,7 @@ def list_tables(dsn: str | None, as_json: bool) -> None:
         return
     print_table(
         ("stream table", "owner", "status", "schedule", "mode", "query"),
-        ((t.name, t.owner, t.status, t.schedule, t.refresh_mode, " ".join(t.query.split())) for t in tables),
+        ((t.name, t.owner, t.status, t.schedule, t.refresh_mode, " ".join((t.query or "").split())) for t in tables),
         "there are no stream tables; `pgtrickle create --help` shows how to make one",
     )
 
@@ -51,7 +51,7 @@ def status(dsn: str | None, as_json: bool) -> None:
                         row.mode_reason,
                         row.status_reason,
                         f"starts over: {row.reinit_reason}" if row.reinit_reason else None,
-                        f"failed {row.errors} times: {row.last_error}" if row.errors else None,
+                        failures(row.errors, row.last_error) if row.errors or row.last_error else None,
                     )
                     if text
                 ),

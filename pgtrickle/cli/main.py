@@ -36,7 +36,7 @@ Examples:
   pgtrickle doctor
 \b
 Exit codes: 0 done, 1 failed, 2 wrong usage, 3 another process refreshes that stream table,
-4 the database cannot be reached, 130 interrupted.
+4 the database cannot be reached, 5 not done in time, 130 interrupted.
 """
 
 

@@ -55,15 +55,18 @@ def refresh(
         else:
             tables = [database.stream_table(name) for name in names]
         ids = {table.name: table.id for table in tables}
-        results = bring_up_to_date(database, ids, local=local, key=request_id, seconds=timeout)
+        outcome = bring_up_to_date(database, ids, local=local, key=request_id, seconds=timeout)
+    places = list(ids.values())
+    results = sorted(outcome.results, key=lambda result: places.index(result.pgt_id))
     if as_json:
         print_json(results)
-        return
-    print_table(
-        ("stream table", "action", "inserted", "deleted", "seconds", "reason"),
-        (
-            (r.name, r.action, r.rows_inserted, r.rows_deleted, f"{sum(r.phases.values()):.2f}", r.reason)
-            for r in results
-        ),
-        "there are no stream tables",
-    )
+    else:
+        print_table(
+            ("stream table", "action", "inserted", "deleted", "seconds", "reason"),
+            (
+                (r.name, r.action, r.rows_inserted, r.rows_deleted, f"{sum(r.phases.values()):.2f}", r.reason)
+                for r in results
+            ),
+            "there are no stream tables" if not ids else "nothing was refreshed",
+        )
+    outcome.raise_problems(len(ids))

@@ -12,6 +12,7 @@ from psycopg.rows import dict_row
 from pgtrickle.api import Database, RefreshResult
 from pgtrickle.cli.refresh import WAIT_SECONDS
 from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
+from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
 
 # A service says every few seconds that it is there.
@@ -28,13 +29,13 @@ def bring_up_to_date(
     local: bool = False,
     key: str | None = None,
     seconds: float = WAIT_SECONDS,
-) -> list[RefreshResult]:
+) -> Outcome:
     """Refresh stream tables, given as name and id. With a key a service is asked in any case, for the same thing once."""
     if key is not None or (not local and (not _may_refresh(database.conn) or service_seen(database.conn))):
         return _ask_service(database.conn, tables, key, seconds)
     with quiet_jvm(), RefreshProgress(len(tables)) as progress:
         database.engine.on_step = progress.step
-        return database.engine.refresh(list(tables.values()), initiated_by)
+        return database.engine.attempt(list(tables.values()), initiated_by)
 
 
 def service_seen(conn: psycopg.Connection[Any]) -> bool:
@@ -47,9 +48,7 @@ def _may_refresh(conn: psycopg.Connection[Any]) -> bool:
     return bool(_value(conn, "SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')"))
 
 
-def _ask_service(
-    conn: psycopg.Connection[Any], tables: Mapping[str, int], key: str | None, seconds: float
-) -> list[RefreshResult]:
+def _ask_service(conn: psycopg.Connection[Any], tables: Mapping[str, int], key: str | None, seconds: float) -> Outcome:
     warnings: list[str] = []
 
     def notice(diagnostic: psycopg.errors.Diagnostic) -> None:
@@ -69,9 +68,14 @@ def _ask_service(
             "The request stands: `pgtrickle run --once` with the service's login serves it.",
         )
     deadline = time.monotonic() + seconds
+    outcome = Outcome(names={id_: name for name, id_ in tables.items()})
     for name, id_ in tables.items():
-        _await(conn, name, requests[id_], deadline)
-    return [_last_result(conn, id_) for id_ in tables.values()]
+        try:
+            _await(conn, name, requests[id_], deadline)
+            outcome.results.append(_last_result(conn, id_))
+        except RefreshError as error:
+            outcome.failures[id_] = error
+    return outcome
 
 
 def _await(conn: psycopg.Connection[Any], name: str, request: int, deadline: float) -> None:
@@ -79,7 +83,7 @@ def _await(conn: psycopg.Connection[Any], name: str, request: int, deadline: flo
     while True:
         state = conn.execute("SELECT status, error FROM pgtrickle._request_state(%s)", (request,)).fetchone()
         if state is None:
-            raise RefreshError(f"{name} was dropped before its refresh", None)
+            raise RefreshError(f"{name} was dropped before its refresh")
         if state[0] == "DONE":
             return
         if state[0] == "FAILED":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,13 @@ Examples:
 @click.option(
     "--max-connections", type=int, help="Have no more connections to a server at a time; schedulers share them."
 )
+@click.option(
+    "--trusted-owner",
+    "trusted_owners",
+    metavar="ROLE",
+    multiple=True,
+    help="Serve databases whose catalog this role installed; may be given more than once. Its functions run as the service.",
+)
 @with_dsn
 def run(
     dsn: str | None,
@@ -49,6 +57,7 @@ def run(
     drain_seconds: float | None,
     databases: tuple[str, ...],
     max_connections: int | None,
+    trusted_owners: tuple[str, ...],
 ) -> None:
     """Keep the stream tables of all databases of the watched servers fresh.
 
@@ -56,13 +65,13 @@ def run(
     services on the same databases share the work.
     """
     if once:
-        _serve_once(dsn)
+        _serve_once(dsn, trusted_owners)
         return
     from pgtrickle.service.config import load_config
 
     dsn = dsn or os.environ.get("PGTRICKLE_DSN")
     given = {"http": http, "log_format": log_format, "drain_seconds": drain_seconds}
-    _run_service(load_config(path, dsn, databases, max_connections, **given))
+    _run_service(load_config(path, dsn, databases, max_connections, trusted_owners, **given))
 
 
 def _run_service(config: ServiceConfig) -> None:
@@ -99,13 +108,15 @@ def _run_service(config: ServiceConfig) -> None:
         )
 
 
-def _serve_once(dsn: str | None) -> None:
+def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
     from pgtrickle.catalog.install import require_installed
+    from pgtrickle.catalog.trust import Trust, require_trusted
     from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
     from pgtrickle.engine.failures import Policy
 
     stop_on_signals()
     with open_database(dsn) as database:
+        require_trusted(database.conn, Trust(frozenset(trusted_owners), database_owner=True))
         require_installed(database.conn)
         with quiet_jvm(), RefreshProgress(1) as progress:
             database.engine.on_step = progress.step

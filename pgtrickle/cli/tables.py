@@ -148,7 +148,7 @@ def _fill(database: Database, name: str, id_: int) -> StreamTable:
     from pgtrickle.cli.refreshing import bring_up_to_date
 
     try:
-        bring_up_to_date(database, {name: id_}, initiated_by="INITIAL")
+        bring_up_to_date(database, {name: id_}, initiated_by="INITIAL").raise_problems(1)
     except BaseException:
         click.echo(f"{name} was created but not filled; `pgtrickle refresh {name}` does it", err=True)
         raise

@@ -135,7 +135,7 @@ def _stream_tables(conn: psycopg.Connection[Any], limit: int | None) -> Table | 
                 f"{last_ms:,.0f}" if last_ms is not None else None,
                 refreshes,
                 f"{failures} ({in_a_row} in a row)" if in_a_row else failures,
-                last_error if in_a_row else None,
+                last_error,
             )
             for name, status, tier, schedule, staleness, last_ms, refreshes, failures, in_a_row, last_error, _ in rows
         ],

@@ -33,7 +33,7 @@ from pgtrickle.monitor.tuning import (
 
 if TYPE_CHECKING:
     from pgtrickle.api import Database
-    from pgtrickle.service.config import ServerConfig
+    from pgtrickle.service.config import ServiceConfig
 
 MEASURE = (
     "What latency and throughput they give depends on the machine and the queries: measure it under your load with"
@@ -78,7 +78,7 @@ def tune(
 
         if apply:
             raise click.UsageError("--apply needs --profile, which says what to set.")
-        _overview(load_config(path, dsn).servers, services, as_json)
+        _overview(load_config(path, dsn), services, as_json)
     elif apply:
         _apply(dsn, PROFILES[profile_name], as_json)
     elif as_json:
@@ -138,11 +138,12 @@ class _Advice:
     recommended_for_all: int
 
 
-def _overview(configured: Sequence[ServerConfig], services: int, as_json: bool) -> None:
+def _overview(config: ServiceConfig, services: int, as_json: bool) -> None:
     with ExitStack() as stack:
-        databases = [stack.enter_context(open_database(each.dsn or None)) for each in configured]
+        databases = [stack.enter_context(open_database(each.dsn or None)) for each in config.servers]
         servers = [
-            read_server(database.conn, each.databases) for database, each in zip(databases, configured, strict=True)
+            read_server(database.conn, each.databases, {*config.trusted_owners, *each.trusted_owners})
+            for database, each in zip(databases, config.servers, strict=True)
         ]
         advice = _advise(databases[0], servers)
     budgets = [compute_budget(server, pool_size(servers), services) for server in servers]

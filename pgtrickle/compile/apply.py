@@ -10,13 +10,14 @@ that was changed behind our back shows there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pgtrickle.compile.postgres import expression_sql, form_sql
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Step
 from pgtrickle.query.plan import Column, Filter
+from pgtrickle.query.types import PgType
 
 ROW_ID = "__pgt_row_id"
 
@@ -34,6 +35,8 @@ class Target:
         None  # of a table that Citus placed: z is put there, and brought into the table by other statements
     )
 
+    former_row_ids: bool = False  # see pgtrickle._former_row_id()
+
     @property
     def has_row_id(self) -> bool:
         return self.key is None or self.stage is not None
@@ -43,10 +46,10 @@ class Target:
         return f"v{sorted(one.name for one in self.columns).index(column.name)}"
 
 
-def incoming(columns: Sequence[tuple[str, str]], relation: str | None) -> str:
+def incoming(columns: Sequence[tuple[str, PgType]], relation: str | None) -> str:
     """The delta as a relation of typed columns, its weight first."""
     names = [name for name, _ in columns]
-    typed = ["w::bigint AS w", *(f"{ident(name)}::{type_} AS {ident(name)}" for name, type_ in columns)]
+    typed = ["w::bigint AS w", *(f"{type_.from_text(ident(name))} AS {ident(name)}" for name, type_ in columns)]
     if relation is not None:
         return f"SELECT {', '.join(typed)} FROM {relation}"
     arrays = ", ".join(f"($1::text[])[{i + 1}]::text[]" for i in range(len(names) + 1))
@@ -66,7 +69,7 @@ def finished(rows: str, steps: Sequence[Step]) -> str:
 
 def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
     """Apply a delta of the core's rows."""
-    rows = incoming([(column.id, column.type.name) for column in core], relation)
+    rows = incoming([(column.id, column.type) for column in core], relation)
     if target.empty:
         return f"WITH z AS ({finished(rows, steps)}){_fill(target)}"
     return f"WITH z AS MATERIALIZED ({finished(rows, steps)}){_change(target)}"
@@ -74,22 +77,21 @@ def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step]
 
 def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str, relation: str | None) -> str:
     """Add a delta to the groups' state, and bring the groups it touched up to date."""
-    keys = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)]
-    sums = linear.state_columns
+    keys, sums = linear.key_columns, linear.state_columns
     rows = incoming([*keys, *sums], relation)
     names = [ident(name) for name, _ in keys]
     group = f" GROUP BY {', '.join(names)}" if names else ""
-    totals = ", ".join(f"sum({name})::{type_} AS {name}" for name, type_ in sums)
+    totals = ", ".join(f"sum({name})::{type_.name} AS {name}" for name, type_ in sums)
     both = ", ".join([*names, *(name for name, _ in sums)])
     added = ", ".join(f"{name} = s.{name} + excluded.{name}" for name, _ in sums)
     conflict = f"({', '.join(names)})" if names else "(singleton)"
     before = ", ".join(f"u.{name} - d.{name} AS {name}" for name, _ in sums)
     prefixed = "".join(f"u.{name}, " for name in names)
-    equal = " AND ".join(f"u.{name} = d.{name}" for name in names) or "true"
+    equal = " AND ".join(f"u.{ident(name)} {type_.equals} d.{ident(name)}" for name, type_ in keys) or "true"
     old = f"SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON {equal}"
     if names and target.null_keys:
         # Equality with NULL cannot be hashed: only groups with a NULL are met this way.
-        same = " AND ".join(f"u.{name} IS NOT DISTINCT FROM d.{name}" for name in names)
+        same = " AND ".join(_same(f"u.{ident(name)}", f"d.{ident(name)}", type_) for name, type_ in keys)
         has_null = " OR ".join(f"d.{name} IS NULL" for name in names)
         old += f" UNION ALL SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON ({has_null}) AND {same}"
     alive = " WHERE n > 0" if linear.keys else ""
@@ -124,7 +126,7 @@ def resync_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
 
 def replace_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
     """Make the stream table what the core's rows say, all of which are given."""
-    rows = incoming([(column.id, column.type.name) for column in core], relation)
+    rows = incoming([(column.id, column.type) for column in core], relation)
     return _replacement(target, finished(rows, steps))
 
 
@@ -142,20 +144,9 @@ def _replacement(target: Target, new: str) -> str:
     )
 
 
-def state_ddl(linear: Linear, state: str) -> list[str]:
-    """A fresh table for the groups' state."""
-    keys = [f"k{i} {key.type.name}" for i, key in enumerate(linear.keys)]
-    columns = [*keys, *(f"{name} {type_} NOT NULL" for name, type_ in linear.state_columns)]
-    columns += ["known boolean NOT NULL DEFAULT false"] + ([] if keys else ["singleton boolean NOT NULL DEFAULT true"])
-    unique = ", ".join(f"k{i}" for i in range(len(keys))) or "singleton"
-    statements = [
-        f"DROP TABLE IF EXISTS {state}",
-        f"CREATE TABLE {state} ({', '.join(columns)}, UNIQUE NULLS NOT DISTINCT ({unique}))",
-    ]
-    if keys:
-        # Groups without rows are found and removed without reading the others.
-        statements.append(f"CREATE INDEX ON {state} (n) WHERE n = 0")
-    return statements
+def _same(one: str, other: str, type_: PgType) -> str:
+    """Equal or both NULL."""
+    return f"({one} {type_.equals} {other} OR {one} IS NULL AND {other} IS NULL)"
 
 
 def _fill(target: Target) -> str:
@@ -178,7 +169,15 @@ def _row_id(target: Target, *, whole: bool = False) -> str:
     else:
         keys = [column for column in target.columns if column.name in target.key]
         printed = ", ".join(form_sql(ident(column.id), column.type, "key") for column in keys)
-    return f"pgtrickle._row_id(ROW({printed})::text)"
+    function = "_former_row_id" if target.former_row_ids and not whole else "_row_id"
+    return f"pgtrickle.{function}(ROW({printed})::text)"
+
+
+def new_row_ids_statement(target: Target) -> str:
+    """Replace the row ids that an earlier version computed."""
+    stored = tuple(replace(column, id=column.name) for column in target.columns)
+    row_id = _row_id(replace(target, columns=stored))
+    return f"WITH u AS (UPDATE {target.table} SET {ROW_ID} = {row_id} RETURNING 1) SELECT ARRAY[count(*)] FROM u"
 
 
 def _change(target: Target, more: str = "") -> str:
@@ -205,7 +204,8 @@ def _change_by_key(target: Target, more: str) -> str:
     plus = f"SELECT {values} FROM z WHERE w > 0"
     gone = f"SELECT DISTINCT {listed} FROM z WHERE w < 0"
     kept = f"SELECT {listed} FROM z WHERE w > 0"
-    match = " AND ".join(f"t.{ident(name)} = g.{ids[name]}" for name in target.key)
+    types = {column.name: column.type for column in target.columns}
+    match = " AND ".join(f"t.{ident(name)} {types[name].equals} g.{ids[name]}" for name in target.key)
     others = [column for column in target.columns if column.name not in target.key]
     sets = ", ".join(f"{ident(column.name)} = excluded.{ident(column.name)}" for column in others)
     if not target.key:
@@ -224,7 +224,7 @@ def _change_by_key(target: Target, more: str) -> str:
     deletes = [f"del AS (DELETE FROM {target.table} AS t USING g WHERE {match} RETURNING 1)"]
     deleted = "(SELECT count(*) FROM del)"
     if target.null_keys:
-        null_match = " AND ".join(f"t.{ident(name)} IS NOT DISTINCT FROM g.{ids[name]}" for name in target.key)
+        null_match = " AND ".join(_same(f"t.{ident(name)}", f"g.{ids[name]}", types[name]) for name in target.key)
         has_null = " OR ".join(f"g.{ids[name]} IS NULL" for name in target.key)
         deletes.append(
             f"deln AS (DELETE FROM {target.table} AS t USING g WHERE ({has_null}) AND {null_match} RETURNING 1)"

@@ -23,7 +23,7 @@ def placed_key(
 
 def stage_ddl(stage: str, target: Target) -> str:
     """The temporary table, which stays with the connection."""
-    columns = ", ".join(f"{target.staged(column)} {column.type.name}" for column in target.columns)
+    columns = ", ".join(f"{target.staged(column)} {column.type.declaration}" for column in target.columns)
     return f"CREATE TEMP TABLE IF NOT EXISTS {stage} (w bigint, row_id uuid, {columns}) ON COMMIT DELETE ROWS"
 
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.text import PART, SHARDS, WINDOW, SqlText, hole, ident
+from pgtrickle.compile.text import PART, SHARDS, SqlText, hole, ident
+from pgtrickle.query.budget import check_text
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
@@ -55,7 +56,7 @@ DATE_EPOCH = "'2000-01-01'"
 def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...], *, in_parts: bool = False) -> SqlText:
     """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight.
 
-    In parts, its one scan has a hole for a condition on the blocks of the table.
+    In parts, its one scan has a hole for a condition on the blocks of the table. Changes are in parts as they are filled in.
     """
     compiler = _Compiler(in_parts)
     rows, weighted = compiler.rows(plan)
@@ -74,8 +75,14 @@ def form_name(column: Column, form: Form) -> str:
 def form_sql(name: str, type_: PgType, form: Form) -> str:
     """The PostgreSQL expression that prints a column in the given form."""
     if form == "text" or (form == "key" and type_.text_is_identity):
-        # A cast of char(n) to text drops its blanks; what the type prints keeps them.
-        return f"textin(bpcharout({name}))" if type_.oid == BPCHAR else f"({name})::text"
+        if type_.oid == BPCHAR:  # a cast of char(n) to text drops its blanks; what the type prints keeps them
+            return f"textin(bpcharout({name}))"
+        # A cast to text of a type of a user's may be a function of that user's; concat() takes what the type prints.
+        return (
+            f"({name})::text"
+            if type_.is_built_in
+            else f"CASE WHEN {name} IS DISTINCT FROM NULL THEN concat({name}) END"
+        )
     if form == "key":
         if type_.oid == NUMERIC:
             return f"trim_scale({name})::text"
@@ -136,6 +143,10 @@ class _Compiler:
 
     def rows(self, plan: Plan) -> tuple[str, bool]:
         """SQL for the plan's rows, and whether it has a weight column."""
+        rows, weighted = self._rows(plan)
+        return check_text(rows), weighted
+
+    def _rows(self, plan: Plan) -> tuple[str, bool]:
         match plan:
             case Scan():
                 return self._scan(plan)
@@ -145,7 +156,7 @@ class _Compiler:
                 names = ", ".join(ident(column.id) for column in columns)
                 lines = ", ".join(f"({', '.join(expression_sql(value) for value in row)})" for row in constants)
                 if not constants:
-                    nulls = ", ".join(f"NULL::{column.type.name}" for column in columns)
+                    nulls = ", ".join(column.type.cast("NULL") for column in columns)
                     return f"SELECT {names} FROM (VALUES ({nulls})) AS v({names}) WHERE false", False
                 return f"SELECT {names} FROM (VALUES {lines}) AS v({names})", False
             case Filter(input=child, condition=condition):
@@ -194,17 +205,16 @@ class _Compiler:
             where = f" WHERE {hole(PART)}" if self.in_parts else ""
             return f"SELECT {', '.join(stored)} FROM {table}{where}", False
         assert relation.buffer is not None, f"{relation.label} is not captured"
-        buffer = f"{CHANGES_SCHEMA}.{ident(relation.buffer)}"
+        changes = hole(relation.buffer)
         changed = [
             f"{expression_sql(buffered(item, relation.columns))} AS {ident(column.id)}" for column, item in plan.fields
         ]
         if plan.version is Version.DELTA:
-            part = f" AND {hole(PART)}" if self.in_parts else ""
             items = ", ".join([*changed, "__pgt_w::bigint AS w"])
-            return f"SELECT {items} FROM {buffer} WHERE {hole(WINDOW)}{part}", True
+            return f"SELECT {items} FROM {changes}", True
         both = (
             f"SELECT {', '.join([*stored, '1 AS w'])} FROM {table} UNION ALL"
-            f" SELECT {', '.join([*changed, '-__pgt_w AS w'])} FROM {buffer} WHERE {hole(WINDOW)}"
+            f" SELECT {', '.join([*changed, '-__pgt_w AS w'])} FROM {changes}"
         )
         values, groups = [], []
         for column, _ in plan.fields:
@@ -214,7 +224,7 @@ class _Compiler:
                 groups.append(name)
                 values.append(name)
             else:
-                values.append(f"({printed})::{column.type.name} AS {name}")
+                values.append(f"{column.type.from_text(f'({printed})')} AS {name}")
             if not column.type.text_is_identity or not column.type.groupable:
                 groups.append(printed)
         group = f" GROUP BY {', '.join(groups)}" if groups else ""

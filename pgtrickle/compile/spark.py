@@ -18,6 +18,7 @@ from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark_aggregates import call_sql, forms_needed
 from pgtrickle.compile.spark_expressions import SparkExpressions, constant
 from pgtrickle.compile.spark_numbers import number_sql
+from pgtrickle.query.budget import check_text
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -87,6 +88,10 @@ class _SparkCompiler:
         self._same = "".join(f" AND l.{name} = r.{name}" for name in self.shared)
 
     def rows(self, plan: Plan, wanted: Forms) -> str | None:
+        rows = self._rows(plan, wanted)
+        return None if rows is None else check_text(rows)
+
+    def _rows(self, plan: Plan, wanted: Forms) -> str | None:
         match plan:
             case Fragment():
                 self.found[plan] = self.found.get(plan, frozenset()) | wanted

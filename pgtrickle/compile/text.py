@@ -1,4 +1,4 @@
-"""SQL text with holes for values that only the refresh knows: key sets, and the window between frontier and cut."""
+"""SQL text with holes for what only the refresh knows: key sets, and the changes between frontier and cut."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pgtrickle.query.plan import KeyFilter
 # A user's literal could look like a hole: the nonce makes sure that it does not.
 _NONCE = secrets.token_hex(8)
 _HOLE = re.compile(rf"⟦{_NONCE}:(\w+)⟧")
-WINDOW = "window"
 PART = "part"  # of a table's blocks
 SHARDS = "shards"  # of a distributed table on one node; the number of the table follows
+CHANGES = "changes_"  # of a table, between frontier and cut; the rest of the name of its buffer follows
 
 
-_MEANINGS = {WINDOW: "(the window)", SHARDS: "(its shards here)"}
+_MEANINGS = {SHARDS: "(its shards here)"}
 
 
 def hole(name: str) -> str:
@@ -28,7 +28,7 @@ def hole(name: str) -> str:
 
 @dataclass(frozen=True)
 class SqlText:
-    """A statement whose holes are `key0` and so on, one for each of `keys`, the window, the part, and shards."""
+    """A statement whose holes are `key0` and so on, one for each of `keys`, changes, the part, and shards."""
 
     text: str
     keys: tuple[KeyFilter, ...] = field(default=())
@@ -47,7 +47,13 @@ class SqlText:
 
 def readable(text: str) -> str:
     """The text for a person: holes say what will stand there."""
-    return _HOLE.sub(lambda match: _MEANINGS.get(match.group(1).rstrip("0123456789"), "(the keys)"), text)
+    return _HOLE.sub(lambda match: _meaning(match.group(1)), text)
+
+
+def _meaning(name: str) -> str:
+    if name.startswith(CHANGES):
+        return f"pgtrickle_changes.{name} WHERE (the window)"
+    return _MEANINGS.get(name.rstrip("0123456789"), "(the keys)")
 
 
 def ident(name: str) -> str:

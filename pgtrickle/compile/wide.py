@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from sqlglot import exp
 
-from pgtrickle.compile.postgres import CHANGES_SCHEMA, buffered, expression_sql, form_name, form_sql
-from pgtrickle.compile.text import WINDOW, SqlText, hole, ident
+from pgtrickle.compile.postgres import buffered, expression_sql, form_name, form_sql
+from pgtrickle.compile.text import SqlText, hole
 from pgtrickle.query.plan import Column, Filter, Plan, Project, Relation, Scan, Version
 from pgtrickle.query.types import Form, PgType
 
@@ -60,10 +60,8 @@ class Wide:
         items += [f"coalesce({condition}, false) AS {name}" for condition, name in self.flags.items()]
         items.append("__pgt_w::bigint AS w")
         assert self.relation.buffer is not None
-        where = hole(WINDOW)
-        if self._all_filtered:
-            where += f" AND ({' OR '.join(self.flags)})"
-        return SqlText(f"SELECT {', '.join(items)} FROM {CHANGES_SCHEMA}.{ident(self.relation.buffer)} WHERE {where}")
+        where = f" WHERE {' OR '.join(self.flags)}" if self._all_filtered else ""
+        return SqlText(f"SELECT {', '.join(items)} FROM (SELECT * FROM {hole(self.relation.buffer)}) AS c{where}")
 
 
 def change_scan(plan: Plan) -> Scan | None:

@@ -31,11 +31,22 @@ from pgtrickle.query.plan import (
     at_version,
     equi_keys,
 )
+from pgtrickle.query.unsupported import Unsupported
+
+# Spark plans for seconds beyond this. The largest plan of the corpus, four tables in a chain of left joins, has 312.
+MOST_OPERATORS = 600
 
 
 def differentiate(plan: Plan) -> Plan | None:
-    """The plan whose value is the change of the given one between frontier and cut; None where it never changes."""
-    return RULES[type(plan)](plan)
+    """The plan whose value is the change of the given one between frontier and cut; None where it never changes.
+
+    Raises Unsupported as soon as it has too many operators. Outer joins and existence tests within each other multiply:
+    each reads states of what is below it several times.
+    """
+    change = RULES[type(plan)](plan)
+    if change is not None and change.operators > MOST_OPERATORS:
+        raise Unsupported(f"its change takes more than {MOST_OPERATORS} operators: the whole query costs less")
+    return change
 
 
 def _scan(plan: Scan) -> Plan:
@@ -61,16 +72,16 @@ def _union(plan: UnionAll) -> Plan | None:
 
 
 def _join(plan: Join) -> Plan | None:
-    terms: list[Plan | None] = [_inner(Join("inner", plan.left, plan.right, plan.condition))]
+    left, right = differentiate(plan.left), differentiate(plan.right)
+    terms: list[Plan | None] = [_inner(Join("inner", plan.left, plan.right, plan.condition), left, right)]
     if plan.kind in {"left", "full"}:
-        terms.append(_without_partner(plan.left, plan.right, plan.condition, plan.columns))
+        terms.append(_without_partner(partner_mark(plan.left, plan.right, plan.condition), left, right, plan.columns))
     if plan.kind in {"right", "full"}:
-        terms.append(_without_partner(plan.right, plan.left, plan.condition, plan.columns))
+        terms.append(_without_partner(partner_mark(plan.right, plan.left, plan.condition), right, left, plan.columns))
     return _all_of(terms, plan.columns)
 
 
-def _inner(plan: Join) -> Plan | None:
-    left_change, right_change = differentiate(plan.left), differentiate(plan.right)
+def _inner(plan: Join, left_change: Plan | None, right_change: Plan | None) -> Plan | None:
     terms: list[Plan | None] = []
     if left_change is not None:
         right = at_version(plan.right, Version.OLD)
@@ -85,15 +96,20 @@ def _inner(plan: Join) -> Plan | None:
     return _all_of(terms, plan.columns)
 
 
-def _without_partner(rows: Plan, others: Plan, condition: exp.Expression, columns: tuple[Column, ...]) -> Plan | None:
+def _without_partner(
+    marked: Exists, left_change: Plan | None, right_change: Plan | None, columns: tuple[Column, ...]
+) -> Plan | None:
     """The change of the padded rows: those of one side that no row of the other meets."""
-    marked = partner_mark(rows, others, condition)
-    change = _exists(marked)
-    return None if change is None else padded(change, rows, marked.mark, columns)
+    change = _marks(marked, left_change, right_change)
+    return None if change is None else padded(change, marked.left, marked.mark, columns)
 
 
 def _exists(plan: Exists) -> Plan | None:
-    left_change, right_change = differentiate(plan.left), differentiate(plan.right)
+    return _marks(plan, differentiate(plan.left), differentiate(plan.right))
+
+
+def _marks(plan: Exists, left_change: Plan | None, right_change: Plan | None) -> Plan | None:
+    """The change of marked rows, given the changes of both sides."""
     pairs = equi_keys(plan)
     terms: list[Plan | None] = []
     if left_change is not None:

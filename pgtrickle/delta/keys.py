@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from sqlglot import exp
 
 from pgtrickle.compile.spark_expressions import constant
+from pgtrickle.query.conditions import unwrap
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -38,7 +39,9 @@ def key_of(plan: Plan) -> frozenset[str] | None:
             below = key_of(child)
             if below is None:
                 return None
-            passed = {value.name: column.id for column, value in items if isinstance(value, exp.Column)}
+            passed = _cast_items(plan) | {
+                value.name: column.id for column, value in items if isinstance(value, exp.Column)
+            }
             return frozenset(passed[id_] for id_ in below) if all(id_ in passed for id_ in below) else None
         case Join():
             return _join_key(plan)
@@ -102,13 +105,45 @@ def _join_key(plan: Join) -> frozenset[str] | None:
     left, right = key_of(plan.left), key_of(plan.right)
     if left is None or right is None:
         return None
-    pairs = equi_keys(plan)
+    pairs = [(one, other) for one, other in equi_keys(plan) if one.type.equality_is_shared(other.type)]
     # A side that is met by its whole key has at most one row for each row of the other.
-    if plan.kind in {"inner", "left"} and right <= {other.id for _, other in pairs}:
+    if plan.kind in {"inner", "left"} and right <= _as_unique(plan.right, [other.id for _, other in pairs]):
         return left
-    if plan.kind in {"inner", "right"} and left <= {one.id for one, _ in pairs}:
+    if plan.kind in {"inner", "right"} and left <= _as_unique(plan.left, [one.id for one, _ in pairs]):
         return right
     return left | right
+
+
+def _as_unique(plan: Plan, ids: Sequence[str]) -> set[str]:
+    """These columns, and those that they were cast from without making different values equal."""
+    return set(ids).union(*(_cast_from(plan, id_) for id_ in ids))
+
+
+def _cast_items(plan: Project) -> dict[str, str]:
+    """From columns below to what they are cast to, where different values stay different."""
+    types = {column.id: column.type for column in plan.input.columns}
+    found = {}
+    for column, value in plan.items:
+        inner = unwrap(value.this) if isinstance(value, exp.Cast) else None
+        if isinstance(inner, exp.Column) and types[inner.name].is_kept_apart_by(column.type):
+            found[inner.name] = column.id
+    return found
+
+
+def _cast_from(plan: Plan, id_: str) -> set[str]:
+    match plan:
+        case Filter(input=child):
+            return _cast_from(child, id_)
+        case Project(input=child, items=items):
+            value = next(value for column, value in items if column.id == id_)
+            casts = {target: source for source, target in _cast_items(plan).items()}
+            source = value.name if isinstance(value, exp.Column) else casts.get(id_)
+            if source is None:
+                return set()
+            below = {source} | _cast_from(child, source)
+            return {other.id for other, passed in items if isinstance(passed, exp.Column) and passed.name in below}
+        case _:
+            return set()
 
 
 def key_columns(plan: Plan, output: tuple[Column, ...]) -> tuple[str, ...] | None:

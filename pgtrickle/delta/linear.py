@@ -16,6 +16,7 @@ from pgtrickle.query.plan import Aggregate, Column, NewColumn, Plan, Project, Ty
 from pgtrickle.query.types import INT8, NUMERIC, PgType
 
 BIGINT = PgType(INT8, -1, "bigint")
+TOTAL = PgType(NUMERIC, -1, "numeric")
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,16 @@ class Linear:
     values: tuple[tuple[Column, exp.Expression], ...]  # each aggregate over the state's columns
 
     @property
-    def state_columns(self) -> list[tuple[str, str]]:
+    def key_columns(self) -> list[tuple[str, PgType]]:
+        """Names and types of the keys in the state."""
+        return [(f"k{i}", key.type) for i, key in enumerate(self.keys)]
+
+    @property
+    def state_columns(self) -> list[tuple[str, PgType]]:
         """Names and types of the state behind the keys."""
-        columns = [("n", "bigint")]
+        columns = [("n", BIGINT)]
         for i in range(len(self.arguments)):
-            columns += [(f"count{i}", "bigint"), (f"sum{i}", "numeric"), (f"nan{i}", "bigint")]
+            columns += [(f"count{i}", BIGINT), (f"sum{i}", TOTAL), (f"nan{i}", BIGINT)]
         return columns
 
 

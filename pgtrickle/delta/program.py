@@ -11,11 +11,8 @@ from pgtrickle.delta.prints import check_prints
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.query.bind import Binder
 from pgtrickle.query.normalise import normalise
-from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, UnionAll, inputs_of, scans_of
+from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, inputs_of, scans_of
 from pgtrickle.query.unsupported import Unsupported
-
-# Spark plans for seconds beyond this. The largest plan of the corpus, four tables in a chain of left joins, has 312.
-MOST_OPERATORS = 600
 
 # Filters and projections that PostgreSQL evaluates when rows are applied, from the first to the last.
 Step = Filter | Project
@@ -58,7 +55,6 @@ def build_program(text: str, binder: Binder) -> Program:
         raise Unsupported("the query reads no table")
     if key is None:
         check_prints(plan)
-    _check_size(change)
     return Program(output, plan, core, finish, key, linear, change)
 
 
@@ -69,26 +65,6 @@ def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:
         steps.append(plan)
         plan = plan.input
     return plan, tuple(reversed(steps))
-
-
-def _check_size(change: Plan) -> None:
-    """Outer joins and existence tests within each other multiply: each reads states of what is below it several times."""
-    sizes: dict[int, int] = {}
-
-    def size(plan: Plan) -> int:
-        if id(plan) not in sizes:
-            inputs = inputs_of(plan)
-            # Of one table in many databases only those are computed that changed.
-            members = isinstance(plan, UnionAll) and all(
-                is_chain(one) and scans_of(one)[0].relation.shard for one in inputs
-            )
-            sizes[id(plan)] = 1 + (max if members else sum)(map(size, inputs))
-        return sizes[id(plan)]
-
-    if size(change) > MOST_OPERATORS:
-        raise Unsupported(
-            f"its change takes {size(change)} operators, more than {MOST_OPERATORS}: the whole query costs less"
-        )
 
 
 def _walk(plan: Plan) -> list[Plan]:

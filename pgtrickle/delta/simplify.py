@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from sqlglot import exp
 
@@ -27,50 +27,64 @@ from pgtrickle.query.plan import (
 
 def simplify(plan: Plan, changed: Set[int]) -> Plan | None:
     """The plan given that only the tables with these OIDs changed; None where it is empty."""
-    match plan:
-        case Scan(relation=relation, version=version):
-            if relation.oid in changed or version is Version.NEW:
+    return _Simplifier(changed).plan(plan)
+
+
+@dataclass(frozen=True)
+class _Simplifier:
+    changed: Set[int]
+    done: dict[int, Plan | None] = field(default_factory=dict)  # what stands in several places stays one node
+
+    def plan(self, plan: Plan) -> Plan | None:
+        if id(plan) not in self.done:
+            self.done[id(plan)] = self._simplify(plan)
+        return self.done[id(plan)]
+
+    def _simplify(self, plan: Plan) -> Plan | None:
+        match plan:
+            case Scan(relation=relation, version=version):
+                if relation.oid in self.changed or version is Version.NEW:
+                    return plan
+                return None if version is Version.DELTA else replace(plan, version=Version.NEW)
+            case Values():
                 return plan
-            return None if version is Version.DELTA else replace(plan, version=Version.NEW)
-        case Values():
-            return plan
-        case Filter(condition=exp.Boolean(this=False)):
-            return None
-        case Filter(input=child) | Project(input=child) | Negate(input=child):
-            inner = simplify(child, changed)
-            return None if inner is None else replace(plan, input=inner)
-        case KeyFilter(input=child, origin=origin):
-            inner, keys = simplify(child, changed), simplify(origin, changed)
-            if inner is None:
+            case Filter(condition=exp.Boolean(this=False)):
                 return None
-            return KeyFilter(inner, plan.column, keys or _nothing(origin), plan.origin_column, plan.nulls)
-        case Join(left=left, right=right):
-            one, other = simplify(left, changed), simplify(right, changed)
-            return None if one is None or other is None else replace(plan, left=one, right=other)
-        case Exists(left=left, right=right):
-            rows, others = simplify(left, changed), simplify(right, changed)
-            return None if rows is None or others is None else replace(plan, left=rows, right=others)
-        case Aggregate(input=child):
-            inner = simplify(child, changed)
-            return None if inner is None else replace(plan, input=inner)
-        case UnionAll(inputs=inputs, columns=columns):
-            kept = tuple(term for term in (simplify(child, changed) for child in inputs) if term is not None)
-            return UnionAll(kept, columns) if kept else None
-        case Regroup(new=new, old=old, trigger=trigger):
-            touched = simplify(trigger, changed)
-            now, before = simplify(new, changed), simplify(old, changed)
-            if touched is None or now is None or before is None:
-                return None
-            return Regroup(now, before, touched)
-        case Flip(left=left, left_delta=left_delta, right=right, right_delta=right_delta):
-            change = simplify(right_delta, changed)
-            rows, others = simplify(left, changed), simplify(right, changed)
-            if change is None or rows is None or others is None:
-                return None
-            moved = simplify(left_delta, changed) or _nothing(left)
-            return replace(plan, left=rows, left_delta=moved, right=others, right_delta=change)
-        case _:
-            raise AssertionError(f"{type(plan).__name__} is made after placement")
+            case Filter(input=child) | Project(input=child) | Negate(input=child):
+                inner = self.plan(child)
+                return None if inner is None else replace(plan, input=inner)
+            case KeyFilter(input=child, origin=origin):
+                inner, keys = self.plan(child), self.plan(origin)
+                if inner is None:
+                    return None
+                return KeyFilter(inner, plan.column, keys or _nothing(origin), plan.origin_column, plan.nulls)
+            case Join(left=left, right=right):
+                one, other = self.plan(left), self.plan(right)
+                return None if one is None or other is None else replace(plan, left=one, right=other)
+            case Exists(left=left, right=right):
+                rows, others = self.plan(left), self.plan(right)
+                return None if rows is None or others is None else replace(plan, left=rows, right=others)
+            case Aggregate(input=child):
+                inner = self.plan(child)
+                return None if inner is None else replace(plan, input=inner)
+            case UnionAll(inputs=inputs, columns=columns):
+                kept = tuple(term for term in (self.plan(child) for child in inputs) if term is not None)
+                return UnionAll(kept, columns) if kept else None
+            case Regroup(new=new, old=old, trigger=trigger):
+                touched = self.plan(trigger)
+                now, before = self.plan(new), self.plan(old)
+                if touched is None or now is None or before is None:
+                    return None
+                return Regroup(now, before, touched)
+            case Flip(left=left, left_delta=left_delta, right=right, right_delta=right_delta):
+                change = self.plan(right_delta)
+                rows, others = self.plan(left), self.plan(right)
+                if change is None or rows is None or others is None:
+                    return None
+                moved = self.plan(left_delta) or _nothing(left)
+                return replace(plan, left=rows, left_delta=moved, right=others, right_delta=change)
+            case _:
+                raise AssertionError(f"{type(plan).__name__} is made after placement")
 
 
 def _nothing(plan: Plan) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,19 @@ from pgtrickle.compile.apply import (
     Target,
     incoming,
     linear_statement,
+    new_row_ids_statement,
     replace_statement,
     resync_statement,
     rows_statement,
-    state_ddl,
 )
 from pgtrickle.compile.placed import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.text import ident
 from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
+from pgtrickle.engine import fence
 from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.failures import Policy, is_transient, pause_after
+from pgtrickle.engine.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
 from pgtrickle.engine.jobs import full_query
 from pgtrickle.engine.load import Delta, Staged, load
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
@@ -38,6 +39,7 @@ from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
     DatabaseFailedError,
     FuseBlownError,
+    KeyLostError,
     PgtrickleError,
     RefreshConflictError,
     SourceLockedError,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from pgtrickle.engine.refresh import OnStep
 
 STATEMENT_TIMEOUT = "30min"
+ROW_LOCK_TIMEOUT = "10s"
 RECOVERY_LOOKS = 10  # a tenth of a second apart
 LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
 
@@ -67,8 +70,8 @@ def apply_delta(
     """Apply a delta (None: empty) and record the refresh."""
     started = time.monotonic()
     row = work.row
-    settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
-    settings |= {"extra_float_digits": "1", "search_path": "", "statement_timeout": STATEMENT_TIMEOUT}
+    settings = row.query_settings | {"extra_float_digits": "1", "search_path": "pg_catalog, pg_temp"}
+    settings["statement_timeout"] = STATEMENT_TIMEOUT
     # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
     # brings them back. What is purged afterwards is later in the same log.
     # Not so where other nodes commit too: what they have must not be lost here.
@@ -76,6 +79,8 @@ def apply_delta(
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
     if row.st_placement != "local" and not row.on_nodes:
         require_recovered(conn, row)  # else the cut has seen to it
+    work.apply_settings = settings
+    outside = fence.limits(conn)  # of a group's transaction
     with _nodes_told(conn, row), conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
@@ -89,6 +94,8 @@ def apply_delta(
             delta.drop(conn)
         work.phases.apply = time.monotonic() - started
         result = _record(conn, work, inserted, deleted, initiated_by, policy)
+        if not row.own:
+            fence.leave(conn, outside, ddl=work.row.st_placement != row.st_placement)
         on_step("commit")
     on_step("committed")
     return result
@@ -103,11 +110,15 @@ def record_no_data(conn: psycopg.Connection[Any], work: Work, initiated_by: str,
 
 def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> None:
     """Lock the catalog row and prove that the claim is still ours; the guard lets this transaction write."""
+    former = conn.execute("SELECT pg_catalog.current_setting('lock_timeout')").fetchone()
+    assert former is not None
+    set_local(conn, {"lock_timeout": ROW_LOCK_TIMEOUT})  # its owner can lock the row, too
     taken = conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id()"
         " WHERE pgt_id = %s AND fencing_token = %s",
         (row.pgt_id, token),
     ).rowcount
+    set_local(conn, {"lock_timeout": former[0]})
     if taken != 1:
         raise RefreshConflictError(
             f"another process took over the refresh of {row.label}", "Nothing was written. Refresh again if needed."
@@ -127,19 +138,30 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
     if program is not None and program.linear is not None:
         target = _target(conn, work, Target(table, program.output, key, _null_keys(program, key, delta), stage=stage))
         if decision.action == "DIFFERENTIAL":
+            if not row.own:
+                conn.execute("SELECT pgtrickle._grant_state(%s)", (row.pgt_id,))
             statement = linear_statement(target, program.linear, program.finish, state, loaded.relation)
-            counts = _run(conn, row, statement, loaded.arrays)
+            counts = _run(conn, work, statement, loaded.arrays)
         else:
-            for statement in state_ddl(program.linear, state):
-                run_as_owner(conn, row, statement)
+            state_columns = [*program.linear.key_columns, *program.linear.state_columns]
+            conn.execute(
+                "SELECT pgtrickle._make_state(%s, %s, %s, %s, %s)",
+                (
+                    row.pgt_id,
+                    [name for name, _ in state_columns],
+                    [type_.name for _, type_ in state_columns],
+                    [type_.collation or None for _, type_ in state_columns],
+                    len(program.linear.keys),
+                ),
+            )
             if delta is not None or not program.linear.keys:  # without keys there is a group also of nothing
-                _run(conn, row, _load_state(program.linear, state, loaded.relation), loaded.arrays)
+                _run(conn, work, _load_state(program.linear, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
-            counts = _run(conn, row, resync_statement(anything, program.linear, program.finish, state), [])
+            counts = _run(conn, work, resync_statement(anything, program.linear, program.finish, state), [])
             counts.append(0)
         if program.linear.keys and counts[3]:
             _run(
-                conn, row, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
+                conn, work, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
             )
     elif decision.action != "DIFFERENTIAL" and row.placement == "spark" and program is not None and program.finish:
         if delta is None:  # nothing shall be there; what is must go
@@ -147,20 +169,20 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
             loaded = load(conn, delta, None)
         target = _target(conn, work, Target(table, program.output, key, stage=stage))
         statement = replace_statement(target, program.core.columns, program.finish, loaded.relation)
-        counts = _run(conn, row, statement, loaded.arrays)
+        counts = _run(conn, work, statement, loaded.arrays)
     elif delta is None:
         return 0, 0
     elif decision.action == "DIFFERENTIAL":
         assert program is not None
         target = _target(conn, work, Target(table, program.output, key, _null_keys(program, key, delta), stage=stage))
         statement = rows_statement(target, program.core.columns, program.finish, loaded.relation)
-        counts = _run(conn, row, statement, loaded.arrays)
+        counts = _run(conn, work, statement, loaded.arrays)
     else:
         columns = full_query(compiled, row.placement)[1]
         target = _target(conn, work, Target(table, columns, key, empty=work.into_empty, stage=stage))
-        counts = _run(conn, row, rows_statement(target, columns, (), loaded.relation), loaded.arrays)
+        counts = _run(conn, work, rows_statement(target, columns, (), loaded.relation), loaded.arrays)
     if target.stage is not None and not target.empty:
-        counts = _move_from_stage(conn, row, target)
+        counts = _move_from_stage(conn, work, target)
     if counts[2] != 0:
         raise Diverged(
             f"{row.label} does not hold the rows it should ({counts[2]} to delete were not found)",
@@ -212,15 +234,26 @@ def place(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> Non
     """Have Citus place a stream table that is filled for the first time: small ones are on all nodes."""
     rows = delta.num_rows if isinstance(delta, pa.Table) else LARGE_ROWS if delta is not None else 0
     placement = "reference" if rows < LARGE_ROWS else "distributed"
-    run_as_owner(conn, work.row, f"SELECT pgtrickle._place({work.row.pgt_id:d}, '{placement}', NULL)")
+    statement = f"SELECT pgtrickle._place({work.row.pgt_id:d}, '{placement}', NULL)"
+    run_as_owner(conn, work.row, statement, work.apply_settings)
     work.row = replace(work.row, st_placement=placement)
 
 
 def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target:
     """The target as it is, or as one that Citus placed, with the table for what is to be brought there."""
     if target.stage is None:
+        if target.has_row_id and work.row.has_former_row_ids:
+            _run(conn, work, new_row_ids_statement(target), [])
+            conn.execute(
+                "UPDATE pgtrickle.pgt_stream_tables SET has_former_row_ids = false WHERE pgt_id = %s",
+                (work.row.pgt_id,),
+            )
         return target
-    placed = replace(target, key=placed_key(target.columns, target.key, work.row.output_distribution_column))
+    placed = replace(
+        target,
+        key=placed_key(target.columns, target.key, work.row.output_distribution_column),
+        former_row_ids=work.row.has_former_row_ids,
+    )
     conn.execute(stage_ddl(target.stage, placed).encode())
     if not work.row.own and work.row.owner is not None:
         stage, owner = sql.SQL(target.stage), sql.Identifier(work.row.owner)
@@ -228,10 +261,10 @@ def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target
     return placed
 
 
-def _move_from_stage(conn: psycopg.Connection[Any], row: StreamTableRow, target: Target) -> list[int]:
+def _move_from_stage(conn: psycopg.Connection[Any], work: Work, target: Target) -> list[int]:
     counts = [0, 0, 0]
-    for statement in placed_statements(target, row.output_distribution_column):
-        counts = [sum(pair) for pair in zip(counts, _run(conn, row, statement, []), strict=True)]
+    for statement in placed_statements(target, work.row.output_distribution_column):
+        counts = [sum(pair) for pair in zip(counts, _run(conn, work, statement, []), strict=True)]
     return counts
 
 
@@ -260,12 +293,12 @@ def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | Non
 
 
 def _load_state(linear: Linear, state: str, relation: str | None) -> str:
-    columns = [(f"k{i}", key.type.name) for i, key in enumerate(linear.keys)] + linear.state_columns
+    columns = [*linear.key_columns, *linear.state_columns]
     names = ", ".join(name for name, _ in columns)
     keys = ", ".join(name for name, _ in columns[: len(linear.keys)])
     totals = ", ".join(
         [name for name, _ in columns[: len(linear.keys)]]
-        + [f"coalesce(sum({name}), 0)::{type_}" for name, type_ in linear.state_columns]
+        + [f"coalesce(sum({name}), 0)::{type_.name}" for name, type_ in linear.state_columns]
     )
     group = f" GROUP BY {keys}" if keys else ""
     return (
@@ -274,27 +307,35 @@ def _load_state(linear: Linear, state: str, relation: str | None) -> str:
     )
 
 
-def _run(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, arrays: list[str]) -> list[int]:
+def _run(conn: psycopg.Connection[Any], work: Work, statement: str, arrays: list[str]) -> list[int]:
     """Run a statement that gives back counts, with the rights of the stream table's owner."""
     # In binary: as text, psycopg would quote what is quoted already, which takes longer than the statement itself.
+    row = work.row
     if row.own:
         with psycopg.RawCursor(conn) as cursor:
             cursor.adapters.register_dumper(list, ListBinaryDumper)
             answer = cursor.execute(statement.encode(), [arrays] if "$1" in statement else None).fetchone()
-    else:
-        function = sql.Identifier("pgtrickle_views", f"write_{row.pgt_id}")
-        answer = conn.execute(sql.SQL("SELECT {}(%s, %b)").format(function), (statement, arrays)).fetchone()
-    assert answer is not None
-    return [int(value) for value in answer[0]]
+        assert answer is not None
+        return [int(value) for value in answer[0]]
+    counts = fence.write_as_owner(conn, row.pgt_id, statement, arrays, work.apply_settings)
+    assert counts is not None
+    return counts
 
 
-def run_as_owner(conn: psycopg.Connection[Any], row: StreamTableRow, statement: str) -> None:
+def run_as_owner(
+    conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, settings: Mapping[str, str] | None = None
+) -> None:
     """Run a command that gives nothing back, with the rights of the stream table's owner."""
     if row.own:
         conn.execute(statement.encode())
     else:
-        function = sql.Identifier("pgtrickle_views", f"write_{row.pgt_id}")
-        conn.execute(sql.SQL("SELECT {}(%s, NULL)").format(function), (statement,))
+        command_as_owner(conn, row.pgt_id, statement, settings or {})
+
+
+def command_as_owner(conn: psycopg.Connection[Any], pgt_id: int, statement: str, settings: Mapping[str, str]) -> None:
+    with conn.transaction():
+        fence.write_as_owner(conn, pgt_id, statement, None, settings)
+        fence.leave(conn, settings, ddl=True)
 
 
 def _record(
@@ -366,21 +407,25 @@ def record_failure(
     """Give the claim back and tell what happened. Who was interrupted did not fail."""
     row, error = work.row, work.error or cause
     failed = isinstance(error, Exception)
-    counts = failed and not is_transient(error)
+    kind = kind_of(error) if isinstance(error, Exception) else None
     parameters = {
         "id": row.pgt_id,
         "schema": row.pgt_schema,
         "name": row.pgt_name,
         "token": work.token,
         "failed": failed,
-        "counts": counts,
+        "kind": kind,
+        "counts": kind is not None and not is_retried(kind),
+        "answers": kind is not None and answers_requests(kind),
         "most": policy.most_errors if policy.most_errors is not None else 2**31 - 1,
-        "told": str(error) if failed else "interrupted",
+        "told": str(error)[:LONGEST_MESSAGE] if failed else "interrupted",
         "sqlstate": error.sqlstate if isinstance(error, psycopg.Error) else None,
-        "pause": pause_after(row.consecutive_errors + 1) if failed else 0.0,
+        "pause": pause_after(row.consecutive_errors + 1, kind) if kind is not None else 0.0,
         "seconds": time.monotonic() - work.started,
         "by": initiated_by,
         "blown": isinstance(error, FuseBlownError),
+        "lost_key": error.message if isinstance(error, KeyLostError) else None,
     }
     with conn.transaction():
+        set_local(conn, {"lock_timeout": ROW_LOCK_TIMEOUT})
         conn.execute(load_query("failed"), parameters)

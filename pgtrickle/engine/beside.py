@@ -107,8 +107,10 @@ def _read(order: Order) -> bytes:
     with psycopg.connect(order.conninfo, password=order.password) as conn:
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
+        conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
         set_local(conn, LIMITS | dict(order.settings))
         table = copy_out(conn, sql.SQL(order.statement), order.schema)
+        conn.rollback()  # nothing that an owner's code left here runs at a commit
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import sql
 
+from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
+from pgtrickle.engine import fence
 from pgtrickle.engine.reach import Connections, dsn_from, told
 from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
 
@@ -122,6 +123,7 @@ class Cluster:
         if not tables:
             return
         nodes = self._settle()
+        administers = is_administrator(self.home)
         for table in tables:
             row = self.home.execute(
                 "SELECT format('%%I.%%I', n.nspname, c.relname), pgtrickle._not_spreadable(c.oid)"
@@ -135,10 +137,12 @@ class Cluster:
                     f"changes of the distributed table {label} cannot be captured: {problem[0]}", problem[1]
                 )
             self._fit(table)
-            for name in nodes.values():
+            # Whose buffer is read on a node is for administrators to say. For others the service does it before it reads.
+            for name in nodes.values() if administers else ():
                 self.elsewhere.import_table(name, label)
-            self.home.execute("SELECT pgtrickle._spread(%s::oid::regclass)", (table,))
-        self.home.execute("SELECT pgtrickle._forget_nodes()")
+            pass_gate(self.home, "spread", source=table)
+        if administers:
+            self.home.execute("SELECT pgtrickle._forget_nodes()")
 
     def follow(self, ids: Sequence[int]) -> dict[int, list[int]]:
         """Bind stream tables anew whose tables were distributed, or no longer are; gives the tables that Citus has of these."""
@@ -178,6 +182,8 @@ class Cluster:
 
     def tidy(self) -> None:
         """What was prepared for a stream table that there is not, on nodes that can be reached."""
+        if not is_administrator(self.home):
+            return  # the service does it
         rows = self.home.execute("SELECT name FROM pgtrickle._unused_nodes() AS name").fetchall()
         for (name,) in rows:
             with suppress(psycopg.Error, PgtrickleError):
@@ -196,8 +202,8 @@ class Cluster:
     def uninstall(self) -> None:
         """Of all nodes that the cluster has, or of none."""
         rows = self.home.execute(
-            "SELECT pgtrickle._node_name(k.groupid), k.dsn FROM pgtrickle._known_nodes() k"
-            " JOIN pgtrickle._citus_nodes() n ON n.groupid = k.groupid"
+            "SELECT k.name, k.dsn FROM pgtrickle.pgt_usable_databases k"
+            " JOIN pgtrickle._citus_nodes() n ON pgtrickle._node_name(n.groupid) = k.name"
         ).fetchall()
         with ExitStack() as stack:
             conns = {
@@ -213,14 +219,17 @@ class Cluster:
         """Make the nodes known here, with a catalog of their own; gives their names by their groups."""
         rows = self.home.execute(
             "SELECT n.groupid, pgtrickle._node_name(n.groupid), format('host=%s port=%s', n.host, n.port), d.dsn"
-            " FROM pgtrickle._citus_nodes() n LEFT JOIN pgtrickle._known_nodes() d ON d.groupid = n.groupid"
+            " FROM pgtrickle._citus_nodes() n"
+            " LEFT JOIN pgtrickle.pgt_usable_databases d ON d.name = pgtrickle._node_name(n.groupid)"
             " WHERE n.groupid <> 0"
         ).fetchall()
         role = self.home.execute("SELECT pgtrickle._service_role()").fetchone()
         assert role is not None
+        if not is_administrator(self.home):
+            return {group: name for group, name, _, _ in rows}  # the service makes them known
         for group, name, dsn, known in rows:
             with self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)) as conn, told(name):
-                if installed_version(conn) != latest_version():
+                if not _is_served_by(conn, role[0]):
                     install(conn, service_role=role[0])
                 elif known == dsn:
                     continue
@@ -242,5 +251,13 @@ class Cluster:
         if may or reader is None:
             self.home.execute(statement.encode())
         else:
-            function = sql.Identifier("pgtrickle_views", f"write_{reader}")
-            self.home.execute(sql.SQL("SELECT {}(%s, NULL)").format(function), (statement,))
+            with self.home.transaction():
+                fence.write_as_owner(self.home, reader, statement, None, {})
+                fence.leave(self.home, {})
+
+
+def _is_served_by(conn: psycopg.Connection[Any], role: str) -> bool:
+    """Whether a node has this release's catalog, and no other login than this one has the service's rights there."""
+    if installed_version(conn) != latest_version():
+        return False
+    return conn.execute("SELECT pgtrickle._service_role()").fetchone() == (role,)

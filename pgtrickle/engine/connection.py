@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import psycopg
+
+from pgtrickle.catalog.trust import Trust, require_private_path, require_trusted
+
+_pooled: WeakSet[psycopg.Connection[Any]] = WeakSet()
+_of_citus: WeakSet[psycopg.Connection[Any]] = WeakSet()
+_trusting: WeakSet[psycopg.Connection[Any]] = WeakSet()  # whose search path has only what users cannot write to
+_limited: WeakKeyDictionary[psycopg.Connection[Any], str] = WeakKeyDictionary()  # with the command that did
+_trusts: WeakKeyDictionary[psycopg.Connection[Any], Trust] = WeakKeyDictionary()  # whose catalogs it may meet
+
+TRUSTED_PATH = "SET search_path TO pg_catalog, pg_temp"
+
+KEEP_DDL_HERE = "SET citus.enable_ddl_propagation TO off"  # what we create on a node is that node's
 
 
 def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
@@ -16,24 +29,98 @@ def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
     """
     conn = psycopg.connect(conninfo, autocommit=True, **parameters)
     row = conn.execute(
-        "SELECT pg_backend_pid(), EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')", prepare=False
+        "SELECT pg_catalog.pg_backend_pid(), EXISTS (SELECT FROM pg_catalog.pg_extension"
+        " WHERE extname OPERATOR(pg_catalog.=) 'citus')",
+        prepare=False,
     ).fetchone()
     assert row is not None
     if row[0] != conn.info.backend_pid:
         be_pooled(conn)
     elif row[1]:
-        conn.execute("SET citus.enable_ddl_propagation = off")  # what we create on a node is that node's
+        conn.execute(KEEP_DDL_HERE)
+        _of_citus.add(conn)
+    return conn
+
+
+def connect_with_rights(conninfo: str, trust: Trust | None, **parameters: Any) -> psycopg.Connection[Any]:
+    """A connection of a login that others must not lead to run their code.
+
+    Names without a schema are PostgreSQL's own, and the database's catalog, if it has one, belongs to a role that is trusted.
+    Without a `trust` the catalog is not looked at: the caller does not use it.
+    """
+    conn = connect(conninfo, **parameters)
+    try:
+        trust_only_catalog(conn)
+        if trust is not None:
+            if require_trusted(conn, trust) and is_pooled(conn):
+                require_private_path(conn)
+            _trusts[conn] = trust
+    except BaseException:
+        conn.close()
+        raise
     return conn
 
 
 def be_pooled(conn: psycopg.Connection[Any]) -> None:
-    """From now on, prepare no statements."""
+    """From now on, keep nothing on the server that outlives a transaction."""
     conn.prepare_threshold = None
+    _pooled.add(conn)
+
+
+@contextmanager
+def pooled_for_now(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """What makes the connection a pooled one meanwhile does not outlive the block: others use it too."""
+    before = is_pooled(conn)
+    try:
+        yield
+    finally:
+        if not before:
+            _pooled.discard(conn)
 
 
 def is_pooled(conn: psycopg.Connection[Any]) -> bool:
     """Whether the connection must do without what a transaction-mode pooler takes away."""
-    return conn.prepare_threshold is None
+    return conn in _pooled
+
+
+def reset_session(conn: psycopg.Connection[Any]) -> None:
+    """Take back all settings that were made in the session; with a command, which no setting gives another meaning."""
+    commands = ["RESET ALL"]
+    commands += [KEEP_DDL_HERE] * (conn in _of_citus) + [TRUSTED_PATH] * (conn in _trusting)
+    commands += [_limited[conn]] if conn in _limited else []
+    conn.execute("; ".join(commands))
+
+
+def trust_only_catalog(conn: psycopg.Connection[Any]) -> None:
+    """From now on, names without a schema are PostgreSQL's own. Behind a pooler every transaction says so itself."""
+    if not is_pooled(conn):
+        conn.execute(TRUSTED_PATH)
+        _trusting.add(conn)
+
+
+def limit_waits(conn: psycopg.Connection[Any], lock_timeout: str, statement_timeout: str) -> None:
+    """From now on nobody waits longer here, unless a transaction says otherwise. Behind a pooler only transactions can."""
+    if not is_pooled(conn):
+        _limited[conn] = f"SET lock_timeout TO '{lock_timeout}'; SET statement_timeout TO '{statement_timeout}'"
+        conn.execute(_limited[conn].encode())
+
+
+@contextmanager
+def trusting_only_catalog(conn: psycopg.Connection[Any]) -> Iterator[None]:
+    """The same for a while, on a connection whose search path is its user's."""
+    if is_pooled(conn) or conn in _trusting:
+        yield
+        return
+    row = conn.execute("SELECT pg_catalog.current_setting('search_path')").fetchone()
+    assert row is not None
+    trust_only_catalog(conn)
+    try:
+        yield
+    finally:
+        _trusting.discard(conn)
+        status = conn.info.transaction_status
+        if status in {psycopg.pq.TransactionStatus.IDLE, psycopg.pq.TransactionStatus.INTRANS}:
+            conn.execute("SELECT pg_catalog.set_config('search_path', %s, false)", row)
 
 
 @contextmanager
@@ -51,4 +138,7 @@ def idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
 
 def another(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
     """One more connection to the same database as the same role."""
-    return connect(conn.info.dsn, password=conn.info.password or None)
+    password = conn.info.password or None
+    if conn in _trusts:
+        return connect_with_rights(conn.info.dsn, _trusts[conn], password=password)
+    return connect(conn.info.dsn, password=password)

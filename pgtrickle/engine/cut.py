@@ -38,7 +38,9 @@ class Cut:
     node: str
     snapshot: Snapshot
     time: datetime
-    locked: frozenset[str]  # views whose tables another session keeps locked: not to be read
+    locked: Mapping[
+        str, Exception | None
+    ]  # views that could not be locked: not to be read; None where another session has them
     merge_mb: str  # memory for sorts and hashes of an apply
     writes: bool = False  # in the same transaction: what it writes nobody else sees
     others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
@@ -66,7 +68,8 @@ def take_cut(
     A lock on a view locks the tables behind it, with the rights of the view's owner. Who truncates or alters a distributed
     table locks it on the coordinator, before its shards there.
     """
-    with conn.transaction():
+    # Rolled back where nothing is written: what an owner's code left in the session goes with it.
+    with conn.transaction(force_rollback=not writes):
         # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
         mode = "READ WRITE" if writes else "READ ONLY"
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
@@ -99,26 +102,36 @@ def take_cut(
         )
 
 
-def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> frozenset[str]:
-    """Lock the views; gives back those that cannot be had now."""
+def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> dict[str, Exception | None]:
+    """Lock the views; gives back those that cannot be locked, and why if it is not that somebody else has them.
+
+    A view is its owner's, who can drop or alter it: that concerns nobody else.
+    """
     if not views:
-        return frozenset()
+        return {}
     try:
         with conn.transaction():
             _lock_all(conn, sorted(views))
     except psycopg.errors.LockNotAvailable:
         if len(views) == 1:
-            return frozenset(views)
+            return {views[0]: None}
+    except psycopg.Error:
+        if conn.broken or conn.closed:
+            raise
     else:
-        return frozenset()
-    locked = set()
+        return {}
+    locked: dict[str, Exception | None] = {}
     for view in views:
         try:
             with conn.transaction():
                 _lock_all(conn, [view], "NOWAIT")
         except psycopg.errors.LockNotAvailable:
-            locked.add(view)
-    return frozenset(locked)
+            locked[view] = None
+        except psycopg.Error as error:
+            if conn.broken or conn.closed:
+                raise
+            locked[view] = error
+    return locked
 
 
 def _lock_all(conn: psycopg.Connection[Any], views: Sequence[str], wait: str = "") -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg.rows import class_row
-from psycopg.types.json import Jsonb
 
 from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.engine.foreign_servers import ForeignServers
 from pgtrickle.engine.functions import replaced_functions
 from pgtrickle.engine.offers import Brokers, Interest
@@ -115,7 +115,7 @@ class Elsewhere:
             "SELECT pgtrickle._describe_table(pgtrickle._same_table(%s, %s, %s, %s))",
             (source.node, source.there, source.schema, source.name),
         )
-        self.home.execute("SELECT pgtrickle._stand_in(%s, %s)", (source.database, Jsonb(found)))
+        pass_gate(self.home, "stand_in", database=source.database, definition=found)
 
     def import_table(self, database: str, table: str) -> None:
         """Make a table of another database known here, or look at it again."""
@@ -125,12 +125,14 @@ class Elsewhere:
             ((found,),) = self.ask(database, "SELECT pgtrickle._describe_table(%s::regclass)", (table,))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
             raise NotThereError(database, table) from error
-        self.home.execute("SELECT pgtrickle._stand_in(%s, %s)", (database, Jsonb(found)))
+        pass_gate(self.home, "stand_in", database=database, definition=found)
 
     def subscribe(self, work: Work, relids: Collection[int]) -> bool:
         """Have changes captured for a stream table, or make their capture fit the tables as they are now."""
         if not relids:
             return True
+        if not is_administrator(self.home):  # the service subscribes to nodes, at the first refresh
+            relids = {one.relid for one in self.sources([work]) if one.relid in relids and not is_node(one.database)}
         work.foreign = [source for source in self.sources([work]) if source.relid in relids]
         self.realign([work])
         for source in self.sources([work]) if work.error is None else ():

@@ -90,11 +90,13 @@ class _Reader(DataSourceReader):
         with psycopg.connect(self.reading.conninfo) as conn:
             conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(self.reading.snapshot))
+            conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
             for name, value in self.reading.settings.items():
                 conn.execute("SELECT set_config(%s, %s, true)", (name, value))
             command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(partition.text))
             with conn.cursor() as cursor, cursor.copy(command):
                 yield from parse_csv(CopyOut(conn), schema)
+            conn.rollback()  # nothing that an owner's code left here runs at a commit
 
 
 def parse_csv(stream: io.RawIOBase, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

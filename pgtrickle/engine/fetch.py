@@ -7,7 +7,7 @@ consolidated on arrival: what cancels out is never seen by Spark.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 import psycopg
@@ -17,8 +17,8 @@ from psycopg import sql
 
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.capture.window import since
-from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
-from pgtrickle.compile.text import PART, SHARDS, WINDOW, SqlText
+from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
+from pgtrickle.compile.text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.beside import Beside, Order
@@ -38,11 +38,14 @@ Forms = tuple[tuple[Column, Form], ...]
 class Reader:
     """Who reads: the connection of the cut, and the function that reads as the stream table's owner, if another role.
 
+    The owner has no right on change buffers, which hold all rows of their tables: where the owner's code computes of changes,
+    these are arguments of that function. What is PostgreSQL's own code, over changes alone, runs without the function.
     In another database it reads as who connects there, under settings that have to be set there first.
     """
 
     conn: psycopg.Connection[Any]
     as_owner: sql.Identifier | None = None
+    own_code: bool = True  # the query runs code that is not PostgreSQL's own
     database: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     shards: Mapping[str, Shards] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
@@ -55,13 +58,36 @@ class Reader:
             set_local(self.conn, self.settings)
             return copy_out(self.conn, statement, schema)
 
-    def as_reader(self, statement: sql.Composable, columns: Sequence[tuple[str, str]]) -> sql.Composable:
-        """The statement, run with the rights that decide; `columns` are names and types of what it gives."""
-        if self.as_owner is None:
-            return statement
+    def as_reader(
+        self,
+        plan: Plan,
+        text: SqlText,
+        holes: Mapping[str, sql.Composable],
+        changes: sql.Composable,
+        columns: Sequence[tuple[str, str]],
+    ) -> sql.Composable:
+        """A fragment's statement, run with the rights that decide.
+
+        `changes` is the condition for rows of change buffers, `columns` are names and types of what the statement gives.
+        """
+        only_changes = all(scan.version is Version.DELTA for scan in scans_of(plan))
+        if self.as_owner is None or (only_changes and not self.own_code):
+            return text.fill(lambda name: _changes_in_place(name, changes) if name.startswith(CHANGES) else holes[name])
+        passed: dict[str, sql.Composable] = {}
+
+        def fill(name: str) -> sql.Composable:
+            if not name.startswith(CHANGES):
+                return holes[name]
+            passed.setdefault(name, _changes_as_text(name, changes))
+            number = sql.Literal(list(passed).index(name) + 1)
+            rows = sql.SQL("pg_catalog.unnest($1[{}]::{}[]) AS b")
+            return rows.format(number, sql.Identifier(CHANGES_SCHEMA, name))
+
+        statement = sql.Literal(text.fill(fill).as_string(self.conn))
+        arguments = sql.SQL("ARRAY[{}]::pg_catalog.text[]").format(sql.SQL(", ").join(passed.values()))
         names = ", ".join(f"{name} {type_}" for name, type_ in columns)
-        text = sql.Literal(statement.as_string(self.conn))
-        return sql.SQL("SELECT * FROM {}({}) AS t({})").format(self.as_owner, text, sql.SQL(names))
+        call = sql.SQL("SELECT * FROM {}({}::pg_catalog.text, {}) AS t({})")
+        return call.format(self.as_owner, statement, arguments, sql.SQL(names))
 
 
 @dataclass(frozen=True)
@@ -233,13 +259,15 @@ class Fetcher(Generic[T]):
             holes |= {name: rows or sql.SQL(shards.query) for name, shards in reader.shards.items()}
             if rows is None:
                 holes |= _few_shards(plan, reader, keys)
+            changes: sql.Composable = sql.SQL("false")
             if database in self.windows:
-                holes[WINDOW] = since(self.windows[database], "__pgt_xid")
+                changes = since(self.windows[database], "__pgt_xid")
             if part is not None:
                 holes[PART] = part
+                changes = sql.SQL("{} AND {}").format(changes, part)
             text = compile_fragment(plan, forms, in_parts=part is not None)
             names = [(form_name(column, form), form_type(column.type, form)) for column, form in forms]
-            return reader.as_reader(text.fill(holes.__getitem__), [*names, ("w", "bigint")])
+            return reader.as_reader(plan, text, holes, changes, [*names, ("w", "bigint")])
 
         return self.medium.read(Request(plan, schema, statement, reader))
 
@@ -250,6 +278,17 @@ class Fetcher(Generic[T]):
             return None
         found = self.medium.values([(self._raw(origin.plan), form_name(origin.column, "text")) for origin in origins])
         return _Keys([value for value in found.to_pylist() if value is not None], bool(found.null_count and key.nulls))
+
+
+def _changes_in_place(buffer: str, condition: sql.Composable) -> sql.Composable:
+    """Rows of a change buffer where a FROM names them."""
+    return sql.SQL("{} WHERE {}").format(sql.Identifier(CHANGES_SCHEMA, buffer), condition)
+
+
+def _changes_as_text(buffer: str, condition: sql.Composable) -> sql.Composable:
+    """Rows of a change buffer as the text of one array."""
+    rows = sql.SQL("(SELECT pg_catalog.array_agg(b)::pg_catalog.text FROM {} AS b WHERE {})")
+    return rows.format(sql.Identifier(CHANGES_SCHEMA, buffer), condition)
 
 
 @dataclass(frozen=True)
@@ -267,13 +306,22 @@ def _condition(key: KeyFilter, keys: _Keys | None) -> sql.Composable | None:
     name = sql.Identifier(key.column.id)
     parts: list[sql.Composable] = []
     if keys.values:
-        type_ = sql.SQL(key.column.type.name)
+        # Of the type and the collation that they have where they come from: a cast to those of this column may lose what
+        # tells them apart, or fail.
+        type_ = key.origin_column.type
         values = sql.Literal(keys.values)
+        equals = sql.SQL(type_.equals)
         # An array of arrays is one array of more dimensions to PostgreSQL.
-        if key.column.type.is_array:
-            parts.append(sql.SQL("{} IN (SELECT v::{} FROM unnest({}::text[]) AS v)").format(name, type_, values))
+        if type_.is_array:
+            found = sql.SQL("(SELECT {} FROM unnest({}::text[]) AS v)").format(sql.SQL(type_.from_text("v")), values)
+        elif not type_.is_built_in:
+            found = sql.SQL("(ARRAY(SELECT {} FROM unnest({}::text[]) AS v))").format(
+                sql.SQL(type_.from_text("v")), values
+            )
         else:
-            parts.append(sql.SQL("{} = ANY ({}::text[]::{}[])").format(name, values, type_))
+            array = replace(type_, name=f"{type_.name}[]")
+            found = sql.SQL("({}{})").format(values, sql.SQL(array.cast("::text[]")))
+        parts.append(sql.SQL("{} {} ANY {}").format(name, equals, found))
     if keys.nulls:
         parts.append(sql.SQL("{} IS NULL").format(name))
     if not parts:
@@ -295,6 +343,8 @@ def _few_shards(
     named = {column.id: item.name for column, item in scan.fields}
     for name, (key, found) in keys.items():
         if found is None or key.column.type.is_array or named.get(key.column.id) != shards.column:
+            continue
+        if key.column.type != key.origin_column.type:  # equal values of two types may have different hashes
             continue
         with told(reader.database), reader.conn.transaction():
             set_local(reader.conn, reader.settings)  # the keys were printed under these

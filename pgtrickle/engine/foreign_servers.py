@@ -10,8 +10,8 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
-from psycopg.types.json import Jsonb
 
+from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.engine.reach import Connections, check_catalog, told
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, SourceChangedError
 
@@ -31,7 +31,11 @@ class ForeignServers:
         target = row[0] if row is not None else None
         if target is None:
             return None
-        usable = dict(self.home.execute("SELECT name, dsn FROM pgtrickle._usable_databases()").fetchall())
+        usable = dict(
+            self.home.execute(
+                "SELECT name, dsn FROM pgtrickle.pgt_usable_databases WHERE name NOT LIKE '@%'"
+            ).fetchall()
+        )
         if database is not None and database not in usable:
             raise InvalidQueryError(
                 f"there is no registered database {database} that this role may read",
@@ -75,9 +79,7 @@ class ForeignServers:
                 "See the options of the foreign table; mind who may see the table there.",
             )
         try:
-            self.home.execute(
-                "SELECT pgtrickle._resolve(%s::oid::regclass, %s, %s)", (relation, database, Jsonb(row[0]))
-            )
+            pass_gate(self.home, "resolve", source=relation, database=database, definition=row[0])
         except psycopg.errors.DatatypeMismatch as error:
             raise SourceChangedError(error.diag.message_primary or "", error.diag.message_hint) from None
 

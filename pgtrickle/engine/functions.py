@@ -1,7 +1,7 @@
-"""Functions of users that queries over several databases call: compared before they are relied on, at every cut.
+"""Functions, operators and types of users in queries over several databases: compared at every cut, before they are used.
 
-They are evaluated where their arguments are, so they must return the same everywhere. Nothing tells us when one is replaced
-elsewhere.
+Expressions are evaluated where their columns are, so what they name must mean the same everywhere, and must not let anybody
+run code with the reader's rights. Nothing tells us when something is replaced elsewhere.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
+from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.errors import PgtrickleError, SourceChangedError
 
@@ -36,7 +37,9 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
     """Keep that for the check at creation."""
     for database, found in described.items():
         names, definitions, _, problems = (list(column) for column in zip(*found, strict=True))
-        home.execute("SELECT pgtrickle._note_functions(%s, %s, %s, %s)", (database, names, definitions, problems))
+        pass_gate(
+            home, "note_functions", database=database, functions=names, definitions=definitions, problems=problems
+        )
 
 
 def compare_functions(elsewhere: Elsewhere, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
@@ -51,11 +54,15 @@ def compare_functions(elsewhere: Elsewhere, cuts: Mapping[str, OtherCut], works:
             for name, definition, _, problem in found:
                 if problem is not None or definition != here.get(name):
                     work.error = SourceChangedError(
-                        f"function {name} cannot be relied on in database {database}:"
+                        f"{_label(name)} cannot be relied on in database {database}:"
                         f" {problem or 'it is not the same as here'}",
                         "Make it the same in both; the next refresh goes on.",
                     )
             work.functions[database] = {name: version for name, _, version, _ in found}
+
+
+def _label(name: str) -> str:
+    return name if name.startswith(("operator ", "type ")) else f"function {name}"
 
 
 def replaced_functions(elsewhere: Elsewhere, works: Sequence[Work]) -> list[Work]:

@@ -141,6 +141,8 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
     if row != (0,):
         raise NotTogetherError("a trigger of the group writes into one of its sources")
     with another(engine.conn) as fresh:
+        if not all(work.row.own for work in works):  # triggers too that came after this transaction's snapshot
+            fresh.execute("SELECT pgtrickle._check_commit(%s)", (engine.conn.info.backend_pid,))
         if engine.altered(fresh, works) or engine.elsewhere.altered(works):
             raise NotTogetherError("partitions came or went")
 

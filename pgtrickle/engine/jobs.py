@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from sqlglot import exp
 
@@ -16,7 +18,7 @@ from pgtrickle.delta.linear import Linear
 from pgtrickle.delta.program import Program
 from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.fetch import Fetcher, T
-from pgtrickle.engine.programs import Compiled
+from pgtrickle.query.budget import OverBudget
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
@@ -29,6 +31,10 @@ from pgtrickle.query.plan import (
 )
 from pgtrickle.query.types import INT8, PgType
 
+if TYPE_CHECKING:
+    from pgtrickle.engine.programs import Compiled
+
+MOST_ON_SPARK = 1000  # operators of one stream table: Spark plans those of the largest change that is made in seconds
 ZERO = "^-?0([.]0*)?$"  # in whatever way it prints
 
 
@@ -147,18 +153,43 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
     return Job(Placer(placement).place(change), forms, tuple(columns), shape, sums=counted)
 
 
+def change_job(program: Program, change: Plan, placement: Placement) -> Job:
+    """What changes of a program's sources do to it."""
+    if program.linear is not None:
+        return linear_job(program.linear, change, placement)
+    return rows_job(change, program.core.columns, placement)
+
+
+def _largest_jobs(program: Program, placement: Placement) -> Iterator[Job]:
+    """The change where all sources changed, and the whole where Spark computes it."""
+    assert program.change is not None
+    yield change_job(program, program.change, placement)
+    if placement == "spark":
+        yield change_job(program, program.linear.input if program.linear is not None else program.core, placement)
+
+
 def require_placeable(program: Program) -> None:
     """Raise AcrossDatabases where a part of it can be computed nowhere: of the change, or of the whole."""
-    assert program.change is not None
     try:
-        if program.linear is not None:
-            jobs = [linear_job(program.linear, part, "spark") for part in (program.change, program.linear.input)]
-        else:
-            jobs = [rows_job(part, program.core.columns, "spark") for part in (program.change, program.core)]
-        for job in jobs:
+        for job in _largest_jobs(program, "spark"):
             _ = job.fragments  # which forms of its columns are needed shows whether Spark has them
     except NotOnSpark as error:
         raise AcrossDatabases(str(error)) from error
+
+
+def check_cost(program: Program, placement: Placement) -> None:
+    """Raise OverBudget where a refresh may cost more to plan than it may."""
+    with suppress(AcrossDatabases, NotOnSpark):  # has a reason of its own
+        for job in _largest_jobs(program, placement):
+            check_job(job)
+
+
+def check_job(job: Job) -> None:
+    """Raise OverBudget where Spark's text is too long, or too much for Spark to plan."""
+    if job.plan.operators > MOST_ON_SPARK:
+        raise OverBudget(f"Spark would have to plan more than {MOST_ON_SPARK} operators")
+    _ = job.fragments
+    job.output(lambda fragment: "")
 
 
 def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:

@@ -6,12 +6,10 @@ exported. What was read is kept on the executors' disks, so that the cut can end
 
 from __future__ import annotations
 
-import atexit
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,11 +35,14 @@ from pgtrickle.engine.load import Staged
 from pgtrickle.engine.session import is_embedded, large_settings, spark_session
 from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
+from pgtrickle.engine.spark_files import private_directory
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
 _PART = 16 << 20
 _MOST_PARTS = 256
 _BLOCK = 8192
+_password_files: dict[tuple[str, str], Path] = {}
+_password_lock = threading.Lock()
 
 
 @dataclass
@@ -226,13 +227,15 @@ def _worker_conninfo(conn: psycopg.Connection[Any]) -> str:
     return make_conninfo("", **parameters)
 
 
-@cache
 def _password_file(user: str, password: str) -> Path:
-    """A password file in libpq's format that only this user can read; gone when the process ends."""
-    fields = ("*", "*", "*", user, password)
-    line = ":".join(field if field == "*" else field.replace("\\", "\\\\").replace(":", "\\:") for field in fields)
-    with tempfile.NamedTemporaryFile("w", prefix="pgtrickle-", delete=False) as file:
-        file.write(line + "\n")
-    path = Path(file.name)
-    atexit.register(path.unlink, missing_ok=True)
-    return path
+    """A password file in libpq's format that only this user can read; gone when Spark or the process ends."""
+    with _password_lock:
+        known = _password_files.get((user, password))
+        if known is not None and known.exists():
+            return known
+        fields = ("*", "*", "*", user, password)
+        line = ":".join(field if field == "*" else field.replace("\\", "\\\\").replace(":", "\\:") for field in fields)
+        with tempfile.NamedTemporaryFile("w", prefix="password-", dir=private_directory(), delete=False) as file:
+            file.write(line + "\n")
+        path = _password_files[user, password] = Path(file.name)
+        return path

@@ -46,7 +46,7 @@ class Staged:
         """Make the table. What a process that died left behind under the stream table's earlier claims goes."""
         left = conn.execute(
             "SELECT relname FROM pg_class WHERE relnamespace = 'pgtrickle_views'::regnamespace AND relkind = 'r'"
-            " AND relowner = current_user::regrole AND relname ^@ %s",
+            " AND relowner = quote_ident(current_user)::regrole AND relname ^@ %s",
             (self.table.rpartition("_")[0] + "_",),
         ).fetchall()
         for (name,) in left:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
+from pgtrickle.catalog.problems import lacking
 from pgtrickle.engine.citus import Barrier
 from pgtrickle.engine.elsewhere import Elsewhere, known_of
 from pgtrickle.engine.functions import compare_functions
@@ -50,6 +51,8 @@ class OtherCuts:
         Members of a set that have no news are left alone.
         """
         self._follow(works)
+        self._check_use(works)
+        works = [work for work in works if work.error is None]
         self._join(works)
         sources = self.elsewhere.sources(works)
         if not sources and not any(work.row.spread_here for work in works):
@@ -194,11 +197,26 @@ class OtherCuts:
                         " to no registered database",
                         "Register that database, or tell which it is: pgtrickle database resolve TABLE --as NAME.",
                     )
+            except psycopg.errors.InsufficientPrivilege as error:
+                for work in readers:
+                    _suspend(work, error.diag.message_primary or str(error))
+                continue
             except (psycopg.Error, PgtrickleError) as error:
                 self.elsewhere.note(error, readers)
                 continue
             for work in readers:
                 work.row = replace(work.row, databases=sorted({one.database for one in self.elsewhere.sources([work])}))
+
+    def _check_use(self, works: Sequence[Work]) -> None:
+        """Stream tables whose owners may not use a registered database, or not any more, are suspended."""
+        ids = [work.row.pgt_id for work in works if work.row.databases]
+        if not ids:
+            return
+        rows = self.elsewhere.home.execute("SELECT id, problem FROM pgtrickle._use_problems(%s)", (ids,)).fetchall()
+        problems = dict(rows)
+        for work in works:
+            if work.row.pgt_id in problems and work.error is None:
+                _suspend(work, problems[work.row.pgt_id])
 
     def _join(self, works: Sequence[Work]) -> None:
         """Have the changes captured of what became a member of a set since the last refresh."""
@@ -238,6 +256,11 @@ class OtherCuts:
                 yield cut
             finally:
                 end_cut(conn)
+
+
+def _suspend(work: Work, problem: str) -> None:
+    work.row = replace(work.row, problem=problem)
+    work.error = lacking(work.row.label, problem)
 
 
 def _refuse_twins(cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:

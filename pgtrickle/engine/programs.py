@@ -14,15 +14,19 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
+from pgtrickle.compile.place import Placement
 from pgtrickle.delta.program import Program, build_program
+from pgtrickle.engine.fence import write_as_owner
+from pgtrickle.engine.jobs import Job, check_cost
 from pgtrickle.errors import PrivilegeError, SourceChangedError
 from pgtrickle.query.bind import Binder
+from pgtrickle.query.budget import NESTED, Budget, OverBudget, planning_within
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation, scans_of
 from pgtrickle.query.unsupported import Unsupported
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.jobs import Job
+    from pgtrickle.engine.types import StreamTableRow
 
 MOST_JOBS = 32  # kept per stream table
 
@@ -37,6 +41,7 @@ class Compiled:
     reason: str | None
     fragment: str | None = None
     functions: tuple[str, ...] = ()  # that it calls and that are not PostgreSQL's own
+    own_code: bool = True  # it may run code that is not PostgreSQL's own
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Plans:
     """Compiled queries, kept for all engines of a database; its counts tell how often one was there already."""
 
     compiled: dict[int, Compiled] = field(default_factory=dict)
-    jobs: dict[int, dict[tuple[Any, ...], Job | None]] = field(default_factory=dict)
+    jobs: dict[int, dict[tuple[Any, ...], Job | OverBudget | None]] = field(default_factory=dict)
     found: int = 0
     made: int = 0
 
@@ -54,13 +59,22 @@ class Plans:
         self.compiled[pgt_id] = compiled
 
     def job(self, pgt_id: int, key: tuple[Any, ...], build: Callable[[], Job | None]) -> Job | None:
-        """A job as it was built for the same key before. A query over many tables has one for each choice of them."""
+        """A job as it was built for the same key before. A query over many tables has one for each choice of them.
+
+        One that costs too much to plan is not planned again: that raises the same OverBudget.
+        """
         jobs = self.jobs.setdefault(pgt_id, {})
         if key not in jobs:
             if len(jobs) >= MOST_JOBS:
                 del jobs[next(iter(jobs))]
-            jobs[key] = build()
-        return jobs[key]
+            try:
+                jobs[key] = build()
+            except OverBudget as error:
+                jobs[key] = error.with_traceback(None)
+        job = jobs[key]
+        if isinstance(job, OverBudget):
+            raise job
+        return job
 
     def forget(self, pgt_id: int) -> None:
         self.compiled.pop(pgt_id, None)
@@ -79,6 +93,7 @@ class Programs:
     conn: psycopg.Connection[Any]
     plans: Plans = field(default_factory=Plans)
     _aggregates: frozenset[str] | None = None
+    _analyst: int | None = None  # the stream table whose owner analyses, while a query is compiled
 
     def known(self, pgt_id: int) -> Compiled | None:
         """The query as it was last compiled."""
@@ -86,17 +101,35 @@ class Programs:
         self.plans.found += found is not None
         return found
 
-    def compile_for(self, pgt_id: int, view: int, shape: str) -> None:
-        called = self.conn.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
-        self.plans.put(pgt_id, replace(self.compile(view, shape), functions=tuple(sorted(name for (name,) in called))))
+    def compile_for(self, row: StreamTableRow, shape: str) -> None:
+        called = self.conn.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (row.view_relid,)).fetchall()
+        compiled = self.compile_stored(row, shape)
+        self.plans.put(row.pgt_id, replace(compiled, functions=tuple(sorted(name for (name,) in called))))
 
-    def compile(self, view: int, shape: str) -> Compiled:
-        """Analyse the view's query. Leaves nothing behind in the database."""
+    def compile_stored(self, row: StreamTableRow, shape: str) -> Compiled:
+        """Analyse a stream table's query, with its owner's rights where analysing it may run the owner's code."""
+        placement: Placement = "spark" if row.placement == "spark" else "auto"
+        return self.compile(row.view_relid, shape, placement, row.hidden, None if row.own else row.pgt_id)
+
+    def compile(
+        self, view: int, shape: str, placement: Placement, hidden: str | None = None, as_owner_of: int | None = None
+    ) -> Compiled:
+        """Analyse the view's query. Leaves nothing behind in the database.
+
+        `hidden` are sources that its owner may not read, behind views of others: PostgreSQL has to read through those.
+        """
+        row = self.conn.execute("SELECT pgtrickle._runs_own_code(%s::oid::regclass)", (view,)).fetchone()
+        assert row is not None
+        own_code: bool = row[0]
+        self._analyst = as_owner_of if own_code else None
+        return replace(self._compile(view, shape, placement, hidden), own_code=own_code)
+
+    def _compile(self, view: int, shape: str, placement: Placement, hidden: str | None) -> Compiled:
         if self._aggregates is None:
             self._aggregates = aggregate_names(self.conn)
         with self.conn.transaction(force_rollback=True):
-            self.conn.execute("SELECT set_config('search_path', '', true)")
-            analysis = Analysis(self.conn)
+            self.conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
+            analysis = Analysis(self.conn, create=self._create if self._analyst is not None else None)
             relations = analysis.relations(view)
             own = next((relation for relation in relations.values() if relation.oid == view), None)
             if own is None:
@@ -105,17 +138,21 @@ class Programs:
                     "Refresh again; a service does so by itself.",
                 )
             try:
+                if hidden is not None:
+                    raise Unsupported(f"a view of another role shows a part of {hidden}, which the owner may not read")
                 self._check_route(view)
                 self._check_functions(view, own)
                 for relation in relations.values():
                     if relation.definition is not None:
-                        self._prove(relation.definition)
+                        self._prove(relation.oid, relation.definition)
                         _check_session_values(relation.definition)
                 assert own.definition is not None
                 binder = Binder(relations, analysis, self._aggregates)
-                with self.conn.transaction():
-                    program = build_program(own.definition, binder)
-                _check_columns(program)
+                with planning_within(Budget()):
+                    with self.conn.transaction():
+                        program = build_program(own.definition, binder)
+                    _check_columns(program)
+                    check_cost(program, placement)
             except Unsupported as error:
                 return Compiled(shape, own, None, error.reason, error.fragment)
             except psycopg.errors.InsufficientPrivilege as error:
@@ -126,6 +163,8 @@ class Programs:
             except psycopg.Error as error:
                 reason = f"PostgreSQL does not accept a part of the plan: {error.diag.message_primary}"
                 return Compiled(shape, own, None, reason)
+            except RecursionError:
+                return Compiled(shape, own, None, NESTED)
             except SqlglotError as error:
                 return Compiled(shape, own, None, f"the query's syntax is not understood: {str(error).splitlines()[0]}")
         return Compiled(shape, own, program, None)
@@ -144,6 +183,8 @@ class Programs:
                 "SELECT pgtrickle._time_dependent(%(view)s::oid::regclass) AS timed,"
                 " (SELECT string_agg(DISTINCT proname, ', ') FROM pgtrickle._functions_used(%(view)s::oid::regclass)"
                 "  WHERE provolatile = 's' AND NOT (nspname = 'pg_catalog' AND proname = ANY (%(known)s))) AS stable,"
+                " (SELECT string_agg(DISTINCT proname, ', ') FROM pgtrickle._functions_used(%(view)s::oid::regclass)"
+                "  WHERE provolatile = 'v') AS volatile,"
                 " (SELECT bool_or(r.ev_action::text ~ ':funcretset true') FROM pg_rewrite r WHERE r.ev_class = %(view)s)"
                 "  AS sets",
                 {"view": view, "known": sorted(DETERMINISTIC_STABLE)},
@@ -151,19 +192,26 @@ class Programs:
         assert row is not None
         if row["timed"]:
             raise Unsupported("the query depends on the current time")
+        if row["volatile"]:
+            raise Unsupported(f"the query calls VOLATILE functions: {row['volatile']}")
         if row["stable"]:
             raise Unsupported(f"STABLE functions may change without their arguments: {row['stable']}")
         if row["sets"]:
             raise Unsupported("set-returning functions are not maintained differentially")
 
-    def _prove(self, definition: str) -> None:
+    def _prove(self, view: int, definition: str) -> None:
         """The parsed tree, written out again and analysed by PostgreSQL, must be the same query."""
         try:
-            written = _comparable(self._canonical(parse(definition).sql(dialect="postgres")))
+            text, used = self._canonical(parse(definition).sql(dialect="postgres"))
+            if used != self._used(view):
+                raise Unsupported(
+                    "another function or operator now fits the query's text better than the one it was created with"
+                )
+            written = _comparable(text)
             if written == _comparable(definition):
                 return
             # PostgreSQL reads its own text back with fewer parentheses: (a AND b) AND c, as BETWEEN leaves it.
-            same = written == _comparable(self._canonical(definition.rstrip().rstrip(";")))
+            same = written == _comparable(self._canonical(definition.rstrip().rstrip(";"))[0])
         except psycopg.errors.InsufficientPrivilege:
             raise
         except psycopg.Error as error:
@@ -173,13 +221,31 @@ class Programs:
         if not same:
             raise Unsupported("the parsed query does not mean the same to PostgreSQL")
 
-    def _canonical(self, text: str) -> str:
-        """PostgreSQL's own text of a query."""
+    def _canonical(self, text: str) -> tuple[str, frozenset[int]]:
+        """PostgreSQL's own text of a query, and the functions and operators of users that it means."""
         with self.conn.transaction(force_rollback=True):
-            self.conn.execute(sql.SQL("CREATE TEMP VIEW pgt_proof AS " + text))
-            row = self.conn.execute("SELECT pg_get_viewdef('pg_temp.pgt_proof'::regclass)").fetchone()
-        assert row is not None
-        return str(row[0])
+            self._create("CREATE TEMP VIEW pgt_proof AS " + text)
+            row = self.conn.execute(
+                "SELECT pg_get_viewdef(v.oid), v.oid::bigint FROM to_regclass('pg_temp.pgt_proof') AS v (oid)"
+            ).fetchone()
+            assert row is not None
+            return str(row[0]), self._used(row[1])
+
+    def _used(self, view: int) -> frozenset[int]:
+        """The functions and operators of users that a view's rule calls."""
+        rows = self.conn.execute(
+            "SELECT DISTINCT d.refobjid::bigint FROM pg_rewrite AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass"
+            " AND d.objid = r.oid AND d.refclassid IN ('pg_proc'::regclass, 'pg_operator'::regclass) WHERE r.ev_class = %s",
+            (view,),
+        ).fetchall()
+        return frozenset(oid for (oid,) in rows)
+
+    def _create(self, statement: str) -> None:
+        """Create a view. A literal of a composite type runs the checks of domains in it already when it is read."""
+        if self._analyst is None:
+            self.conn.execute(sql.SQL(statement))
+        else:
+            write_as_owner(self.conn, self._analyst, statement, None, {})
 
 
 def _check_columns(program: Program) -> None:

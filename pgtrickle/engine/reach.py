@@ -14,14 +14,18 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgtrickle.catalog.databases import reachable
+from pgtrickle.catalog.databases import DsnPolicy, reachable
 from pgtrickle.catalog.install import installed_version, latest_version
-from pgtrickle.engine.connection import connect
-from pgtrickle.errors import DatabaseFailedError, PgtrickleError
+from pgtrickle.catalog.trust import Trust
+from pgtrickle.engine.connection import connect_with_rights, limit_waits
+from pgtrickle.errors import DatabaseFailedError, PgtrickleError, UntrustedCatalogError
 
 IDLE_SECONDS = 60.0
 RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one
 RETRY_SECONDS = 5.0  # after a database could not be reached
+# Of statements outside of cuts: whoever locks a table there shall not keep the service from other databases.
+LOCK_TIMEOUT, STATEMENT_TIMEOUT = "10s", "10min"
+_DISCOVERED = "pgtrickle set"
 _GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, cannot_connect_now
 
 
@@ -38,6 +42,15 @@ def is_node(database: str) -> bool:
     return database.startswith("@")
 
 
+def discovered(server: str, database: str) -> str:
+    """The DSN of a database that a set's pattern found on its server. It says so: such a database may be anybody's."""
+    return make_conninfo(server, dbname=database, fallback_application_name=_DISCOVERED)
+
+
+def is_discovered(dsn: str) -> bool:
+    return conninfo_to_dict(dsn).get("fallback_application_name") == _DISCOVERED
+
+
 def dsn_from(home: psycopg.Connection[Any], name: str, dsn: str) -> str:
     """How a registered database is reached. A node of the cluster is reached as its coordinator is, but for the address."""
     if not is_node(name):
@@ -52,6 +65,8 @@ def dsn_from(home: psycopg.Connection[Any], name: str, dsn: str) -> str:
 class Connections:
     """Connections to other databases, kept for a while. For all threads."""
 
+    trusted_owners: frozenset[str] = frozenset()  # roles whose catalogs are used, besides those that Trust has
+    dsn_policy: DsnPolicy | None = None  # what DSNs may take from this machine; anything, if None
     _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
     looks: dict[tuple[str, str], str] = field(default_factory=dict)  # by database and consumer, at its last refresh
@@ -60,11 +75,21 @@ class Connections:
     @contextmanager
     def open(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
         """A connection, not in a transaction; kept for the next one if it still is of use."""
-        conn = self._take(dsn) or self._connect(name, dsn)
+        conn = self._take(dsn) or self._connect(name, dsn, self._trust(dsn))
         try:
             yield conn
         finally:
             self._give(dsn, conn)
+
+    @contextmanager
+    def open_server(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
+        """A connection to look at the server's own catalogs; whose pgtrickle that database has is not asked. Not kept."""
+        with self._connect(name, dsn, None) as conn:
+            yield conn
+
+    def _trust(self, dsn: str) -> Trust:
+        """Who registers a database by its name trusts its owner; a pattern fits databases of anybody who can create one."""
+        return Trust(self.trusted_owners, database_owner=not is_discovered(dsn))
 
     def keep_only(self, name: str, dsn: str, kept: Kept) -> None:
         """Tell a database that of the stream tables of one home only these still read it."""
@@ -75,10 +100,17 @@ class Connections:
             )
 
     def close(self) -> None:
-        self._close_idle(0)
+        self.close_idle(0)
+
+    def close_idle_to(self, dsn: str) -> None:
+        """Close connections to one database that are not in use."""
+        with self._lock:
+            idle = self._idle.pop(dsn, [])
+        for _, conn in idle:
+            conn.close()
 
     def _take(self, dsn: str) -> psycopg.Connection[Any] | None:
-        self._close_idle(IDLE_SECONDS)
+        self.close_idle()
         while True:
             with self._lock:
                 if not self._idle[dsn]:
@@ -88,13 +120,17 @@ class Connections:
             if (time.monotonic() - since < RESTED_SECONDS and _quiet(conn)) or _alive(conn):
                 return conn
 
-    def _connect(self, name: str, dsn: str) -> psycopg.Connection[Any]:
+    def _connect(self, name: str, dsn: str, trust: Trust | None) -> psycopg.Connection[Any]:
         with self._lock:
             failed = self._failed.get(dsn)
         if failed is not None and time.monotonic() - failed[0] < RETRY_SECONDS:
             raise failed[1]
+        policy = self.dsn_policy if not is_node(name) else None  # nodes have the home's own DSN
         try:
-            conn = connect(reachable(name, dsn), application_name="pgtrickle reader")
+            conn = connect_with_rights(reachable(name, dsn, policy=policy), trust, application_name="pgtrickle reader")
+            limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
+        except UntrustedCatalogError as error:
+            raise DatabaseFailedError(f"database {name} is not read: {error.message}", error.hint) from None
         except (psycopg.OperationalError, PgtrickleError) as error:
             why = error.message if isinstance(error, PgtrickleError) else str(error).strip()
             lost = DatabaseFailedError(
@@ -115,7 +151,8 @@ class Connections:
         with self._lock:
             self._idle[dsn].append((time.monotonic(), conn))
 
-    def _close_idle(self, seconds: float) -> None:
+    def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
+        """Close connections that were not needed for a while."""
         with self._lock:
             for kept in self._idle.values():
                 for item in [item for item in kept if time.monotonic() - item[0] >= seconds]:

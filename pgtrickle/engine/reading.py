@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,16 +16,19 @@ from psycopg import sql
 
 from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import Analysis, load_query
+from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.place import Placement
+from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.text import SHARDS
 from pgtrickle.delta.simplify import simplify
+from pgtrickle.engine import fence
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
-from pgtrickle.engine.jobs import Job, full_job, linear_job, rows_job, state_job
+from pgtrickle.engine.jobs import Job, change_job, check_job, full_job, rows_job, state_job
 from pgtrickle.engine.offers import take_offered
 from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.engine.other_cuts import OtherCuts
@@ -35,10 +39,24 @@ from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.weigh import check_fuse, compare_costs, is_large
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PgtrickleError, SourceChangedError, SourceLockedError
+from pgtrickle.errors import (
+    KeyLostError,
+    NotDifferentiableError,
+    PgtrickleError,
+    SourceChangedError,
+    SourceLockedError,
+)
+from pgtrickle.query.budget import Budget, OverBudget, planning_within
+
+log = logging.getLogger("pgtrickle.engine")
 
 # Settings under which values are printed and read back; those of the stream table come on top.
-TRANSPORT = {"extra_float_digits": "1", "bytea_output": "hex", "xmlbinary": "base64", "search_path": ""}
+TRANSPORT = {
+    "extra_float_digits": "1",
+    "bytea_output": "hex",
+    "xmlbinary": "base64",
+    "search_path": "pg_catalog, pg_temp",
+}
 
 # Bytes of tables' files from which rows pass by the driver: executors read and write them.
 LARGE = 64 << 20
@@ -105,29 +123,30 @@ class Reading:
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
         shapes = self._shapes(unknown) if unknown else {}
         for work in unknown:
-            self._compile(work, shapes[work.row.pgt_id][1])
+            self._compile(work, _shape_of(work, shapes))
             if isinstance(work.error, SourceChangedError) and work.row.databases:
                 # What is missing may be there again by now.
                 work.error, work.foreign = None, self.elsewhere.sources([work])
                 self.elsewhere.realign([work])
                 if work.error is None:
-                    self._compile(work, self._shapes([work])[work.row.pgt_id][1])
+                    self._compile(work, _shape_of(work, self._shapes([work])))
         for work in works:
             work.phases.plan = (time.monotonic() - begin) / len(works)
             known = self.programs.plans.compiled.get(work.row.pgt_id)
             work.calls = known.functions if known is not None else ()
 
     def _compile(self, work: Work, shape: str) -> None:
-        self._attempt(work, partial(self.programs.compile_for, work.row.pgt_id, work.row.view_relid, shape))
+        self._attempt(work, partial(self.programs.compile_for, work.row, shape))
 
     def read_at(self, cut: Cut, works: Sequence[Work], begin: float) -> list[Work]:
         """Fetch in the snapshot of a cut that was begun then; gives back those whose plan was not for their query."""
         for work in works:
             if work.error is None and f"q_{work.row.pgt_id}" in cut.locked:
-                work.error = SourceLockedError(
+                work.error = cut.locked[f"q_{work.row.pgt_id}"] or SourceLockedError(
                     f"a table that {work.row.label} reads is locked by another session",
                     f"`pgtrickle refresh {work.row.label}` waits {LOCK_TIMEOUT} for it; a service tries again by itself.",
                 )
+        self._check_rights(works)
         works = [work for work in works if work.error is None]
         if not works:
             return []
@@ -138,7 +157,7 @@ class Reading:
         cut_done = time.monotonic()
         media: dict[Any, InMemory] = {}
         for work in works:
-            meaning, shape, labels = shapes[work.row.pgt_id]
+            meaning, _, labels = shapes[work.row.pgt_id]
             others = _others(work, cut.others)
             work.frontier = Frontier(cut.node, cut.snapshot, meaning, others, _shards(work, others), labels)
             work.incarnations = {
@@ -150,7 +169,7 @@ class Reading:
             work.sources = sources[work.row.pgt_id]
             shards = [cut.shards[table] for table in work.row.spread_here]
             work.shards = {name: relid for one in shards for name, relid in zip(one.names, one.relids, strict=True)}
-            work.reshaped = work.compiled.shape != shape or _changed_shape(work, cut.others)
+            work.reshaped = work.compiled.shape != _shape_of(work, shapes) or _changed_shape(work, cut.others)
             if work.reshaped:
                 self.programs.plans.forget(work.row.pgt_id)
                 outdated.append(work)
@@ -177,13 +196,27 @@ class Reading:
         # What rests must be read after all: again, with a cut of it.
         return outdated + [w for w in works if w.error is None and w.needs_all and not w.reshaped]
 
+    def _check_rights(self, works: Sequence[Work]) -> None:
+        """Whether owners may read what will be read for them, as the cut sees it: its locks keep policies as they are."""
+        rows = self.conn.execute(load_query("rights"), ([work.row.pgt_id for work in works],)).fetchall()
+        found = {pgt_id: (problem, hidden) for pgt_id, problem, hidden in rows}
+        for work in works:
+            problem, hidden = found.get(work.row.pgt_id, (None, None))
+            if work.error is None and problem is not None:
+                work.row = replace(work.row, problem=problem)
+                work.error = lacking(work.row.label, problem)
+            elif hidden != work.row.hidden:
+                work.row = replace(work.row, hidden=hidden)
+
     def _attempt(self, work: Work, step: Callable[[], None]) -> None:
         """A step that concerns one stream table only; the others go on without it."""
         try:
             step()
-        except (psycopg.Error, PgtrickleError) as error:
+        except Exception as error:
             if self.conn.broken or self.conn.closed:
                 raise
+            if not isinstance(error, psycopg.Error | PgtrickleError):
+                log.exception("a refresh failed unexpectedly", extra={"stream_table": work.row.label})
             work.error = error
 
     def _shapes(self, works: Sequence[Work]) -> dict[int, tuple[str, str, dict[str, str]]]:
@@ -217,8 +250,7 @@ class Reading:
         work.job = self._job(work)
         if work.job is None:
             return
-        settings = {name: value for name, value in row.session_settings.items() if name != "search_path"}
-        work.settings = TRANSPORT | settings
+        work.settings = TRANSPORT | row.query_settings
         if not is_pooled(self.conn) and is_large(work, cut, self.large, self._readers_of):
             from pgtrickle.engine.large import LargeWork
 
@@ -234,16 +266,25 @@ class Reading:
     def _readers(self, work: Work, cut: Cut) -> dict[str, Reader]:
         row = work.row
         as_owner = None if row.own else sql.Identifier("pgtrickle_views", f"read_{row.pgt_id}")
+        assert work.compiled is not None
+        own_code = work.compiled.own_code
+        if as_owner is not None:
+            fence.enter(self.conn)
         here = {f"{SHARDS}{table}": cut.shards[table] for table in row.spread_here}
-        return {"": Reader(self.conn, as_owner, shards=here)} | {
-            name: Reader(cut.others[name].conn, None, name, work.settings, _shards_of(work, cut.others[name]))
+        return {"": Reader(self.conn, as_owner, own_code, shards=here)} | {
+            name: Reader(
+                cut.others[name].conn,
+                database=name,
+                settings=work.settings,
+                shards=_shards_of(work, cut.others[name]),
+            )
             for name in work.cut_databases
         }
 
     def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
         """Changes that a broker has read are not read again."""
         for work in works if self.elsewhere.brokers is not None else ():
-            if work.fetcher is None or work.large is not None or work.calls:
+            if work.fetcher is None or work.large is not None or (work.compiled is not None and work.compiled.own_code):
                 continue
             for database in [name for name in work.cut_databases if not is_node(name)]:
                 offer = cut.others[database].offer
@@ -253,9 +294,9 @@ class Reading:
                     if one.database == database and one.stable_name is not None
                 }
                 usable = offer if offer is not None and dict(offer.settings) == work.settings else None
-                lacking = take_offered(work.fetcher, database, names, usable)
-                if lacking:
-                    work.lacking[database] = lacking
+                wanted = take_offered(work.fetcher, database, names, usable)
+                if wanted:
+                    work.lacking[database] = wanted
 
     def _let_read_beside(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
         """Many changes are read by a process of their own: here they would keep all other threads waiting."""
@@ -275,12 +316,18 @@ class Reading:
             if not busy:
                 continue
             try:
-                with self.conn.transaction():
+                with self._ended_after(busy), self.conn.transaction(force_rollback=True):
                     set_local(self.conn, busy[0].settings)
                     read_together([work.fetcher for work in busy if work.fetcher is not None], medium)
             except psycopg.Error:
                 if self.conn.broken or self.conn.closed:
                     raise
+
+    def _ended_after(self, works: Sequence[Work]) -> AbstractContextManager[None]:
+        """Works of one owner, whose code may not end."""
+        if all(work.row.own for work in works):
+            return nullcontext()
+        return fence.read_as_owner(self.conn, [work.row.pgt_id for work in works])
 
     def _fetch(self, work: Work) -> None:
         assert work.job is not None
@@ -290,7 +337,10 @@ class Reading:
             return
         medium = work.fetcher.medium
         assert isinstance(medium, InMemory)
-        with self.conn.transaction() if work.fetcher.missing else nullcontext():
+        with (
+            self._ended_after([work]),
+            self.conn.transaction(force_rollback=True) if work.fetcher.missing else nullcontext(),
+        ):
             if work.fetcher.missing:
                 set_local(self.conn, work.settings)
             work.tables = work.job.fetch(work.fetcher)
@@ -315,14 +365,28 @@ class Reading:
 
     def _job(self, work: Work) -> Job | None:
         """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
-        decision, compiled, row = work.decision, work.compiled, work.row
-        assert decision is not None
+        compiled, row = work.compiled, work.row
+        assert work.decision is not None
         assert compiled is not None
-        if decision.action == "NO_DATA":
+        if work.decision.action == "NO_DATA":
             return None
         changed = frozenset(source.relid for source in work.sources if source.changed)
-        key = (compiled.shape, row.placement, decision.action, changed)
-        return self.programs.plans.job(row.pgt_id, key, lambda: self._build_job(work, changed))
+        key = (compiled.shape, row.placement, work.decision.action, changed)
+        try:
+            return self.programs.plans.job(row.pgt_id, key, lambda: self._plan_job(work, changed))
+        except OverBudget as error:
+            _plan_otherwise(work, error)
+            return self._job(work)
+
+    def _plan_job(self, work: Work, changed: frozenset[int]) -> Job | None:
+        """Build a job within a budget: while it is planned, the other stream tables of the refresh wait."""
+        with planning_within(Budget()):
+            job = self._build_job(work, changed)
+            if job is not None:
+                check_job(job)
+                for fragment in job.fragments:
+                    compile_fragment(fragment.plan, ())  # kept for the fetch
+            return job
 
     def _build_job(self, work: Work, changed: frozenset[int]) -> Job | None:
         assert work.decision is not None
@@ -333,11 +397,7 @@ class Reading:
             assert program is not None
             assert program.change is not None
             change = simplify(program.change, changed)
-            if change is None:
-                return None
-            if program.linear is not None:
-                return linear_job(program.linear, change, placement)
-            return rows_job(change, program.core.columns, placement)
+            return None if change is None else change_job(program, change, placement)
         if program is not None and program.linear is not None:
             return state_job(program.linear, placement)
         if program is not None and program.finish and placement == "spark":
@@ -347,15 +407,36 @@ class Reading:
         return full_job(work.compiled, next(iter(storage.values())), placement)
 
 
+def _plan_otherwise(work: Work, error: OverBudget) -> None:
+    """What takes too long to plan is refreshed in full; in full on Spark, by PostgreSQL. Raises where neither may be."""
+    decision, row = work.decision, work.row
+    assert decision is not None
+    if decision.action == "DIFFERENTIAL" and row.refresh_mode == "AUTO":
+        work.decision = replace(decision, action="FULL", reason=error.reason)
+    elif decision.action != "DIFFERENTIAL" and row.placement == "spark" and not row.in_parts:
+        work.row = replace(row, placement="auto")
+    else:
+        raise NotDifferentiableError(
+            f"{row.label} cannot be refreshed: {error.reason}",
+            "Use refresh_mode AUTO or FULL, or make several stream tables of it that read each other.",
+        ) from error
+
+
+def _shape_of(work: Work, shapes: Mapping[int, tuple[str, str, dict[str, str]]]) -> str:
+    """What a plan is for: the shape of the query's sources, and which of them only PostgreSQL may read."""
+    return f"{shapes[work.row.pgt_id][1]}/{work.row.hidden or ''}"
+
+
 def _check_key(work: Work) -> None:
     """The table's unique key must still be one of the query, or rows would overwrite each other."""
     program = work.compiled.program if work.compiled is not None else None
     stored = work.row.key_columns
     if stored is None or program is None or (program.key is not None and set(program.key) <= set(stored)):
         return
-    raise PgtrickleError(
+    raise KeyLostError(
         f"{work.row.label} has the key ({', '.join(stored)}), which is no longer one of its query",
-        "The query or the key of a source was changed. Drop the stream table and create it again.",
+        "The query or the key of a source was changed. Give the source its key back and resume the stream table,"
+        " or drop it and create it again.",
     )
 
 

@@ -6,6 +6,7 @@ was; the next refresh starts from the frontier that is stored with its rows.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,14 +18,15 @@ from psycopg.rows import dict_row
 
 from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.catalog.problems import problem_remedy
+from pgtrickle.catalog.problems import lacking
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.connection import be_pooled, idle
+from pgtrickle.engine.connection import be_pooled, idle, pooled_for_now, trusting_only_catalog
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import Policy
+from pgtrickle.engine.fence import leave, write_as_owner
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
@@ -37,16 +39,25 @@ from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
+    InvalidQueryError,
     PgtrickleError,
-    PrivilegeError,
-    RefreshConflictError,
     RefreshError,
     SourceChangedError,
     SourceLockedError,
+    StreamTableNotFoundError,
 )
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]
+
+log = logging.getLogger("pgtrickle.engine")
+
+_UNDEFINED = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.UndefinedObject,
+    psycopg.errors.InvalidSchemaName,
+)
 
 
 @dataclass
@@ -77,52 +88,78 @@ class Engine:
             beside=self.beside,
         )
 
-    def refresh(self, ids: Sequence[int], initiated_by: str = "MANUAL") -> list[RefreshResult]:
-        """Bring the given stream tables up to date, sources before those that read them."""
-        self.statements.clear()
-        results: dict[int, RefreshResult] = {}
-        with self.claims.lease.kept():
-            for level in self._levels(ids):
-                outcome = self._refresh_level(level, initiated_by, retry=True, all_or_none=True)
-                if outcome.taken:
-                    raise RefreshConflictError(
-                        f"{', '.join(outcome.taken)} is being refreshed by another process",
-                        "Wait for it to finish; if that process died, its claim ends with its lease, within half a minute.",
-                    )
-                for error in outcome.failures.values():
-                    raise error  # the others are refreshed all the same
-                results |= {result.pgt_id: result for result in outcome.results}
-        return [results[id_] for id_ in ids]
+    def refresh(
+        self, ids: Sequence[int], initiated_by: str = "MANUAL", *, may_be_dropped: bool = False
+    ) -> list[RefreshResult]:
+        """Bring the given stream tables up to date, sources before those that read them.
+
+        Refreshes whatever can be, and raises afterwards what went wrong.
+        """
+        names = {row.pgt_id: row.label for row in self.rows(ids)}
+        outcome = self.attempt(ids, initiated_by)
+        outcome.raise_problems(len(ids))
+        results = {result.pgt_id: result for result in outcome.results}
+        for id_ in ids:
+            if id_ not in results and not may_be_dropped:
+                raise _dropped(names.get(id_, f"stream table {id_}"))
+        return [results[id_] for id_ in ids if id_ in results]
 
     def attempt(self, ids: Sequence[int], initiated_by: str, *, atomic: bool = False) -> Outcome:
-        """Refresh what no other process has; one that fails does not stop the others.
+        """Refresh what no other process has; one that fails does not stop the others, nor those that read it.
 
         Atomic: readers see all of them before the refresh or all after it.
         """
         self.statements.clear()
-        with self.claims.lease.kept():
+        with self.claims.lease.kept(), trusting_only_catalog(self.conn), pooled_for_now(self.conn):
             levels = self._levels(ids)
             if atomic and len(ids) > 1:
                 together = refresh_together(self, levels, initiated_by)
                 if together is not None:
+                    self._name_failures(together)
                     return together
             outcome = Outcome()
             for level in levels:
-                outcome += self._refresh_level(level, initiated_by, retry=True)
+                try:
+                    outcome += self._refresh_level(level, initiated_by, retry=True)
+                except (psycopg.Error, PgtrickleError) as error:
+                    if self.conn.broken or self.conn.closed:
+                        raise
+                    outcome.failures |= dict.fromkeys(level, error)
+            self._name_failures(outcome)
             return outcome
+
+    def _name_failures(self, outcome: Outcome) -> None:
+        """Add the names of what failed, and replace the error of what was dropped in the meantime."""
+        if not outcome.failures:
+            return
+        found = self.conn.execute(
+            "SELECT pgt_id, format('%%I.%%I', pgt_schema, pgt_name) FROM pgtrickle.pgt_stream_tables"
+            " WHERE pgt_id = ANY (%s)",
+            (list(outcome.failures),),
+        ).fetchall()
+        outcome.names |= dict(found)
+        for id_ in outcome.failures.keys() - dict(found).keys():
+            outcome.failures[id_] = _dropped(outcome.names.get(id_, f"stream table {id_}"))
 
     def subscribe(self, pgt_id: int) -> None:
         """Have the changes captured that a stream table reads in other databases."""
-        work = Work(self.rows([pgt_id])[0], 0)
+        work = Work(self.row(pgt_id), 0)
         self.elsewhere.subscribe(work, {source.relid for source in self.elsewhere.sources([work])})
         if work.error is not None:
             raise work.error
 
     def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
         """Stream tables as the catalog has them."""
-        with self.conn.cursor(row_factory=dict_row) as cursor:
+        with trusting_only_catalog(self.conn), self.conn.cursor(row_factory=dict_row) as cursor:
             rows = cursor.execute(load_query("stream_tables"), {"ids": list(ids) if ids is not None else None})
             return [StreamTableRow(**row) for row in rows]
+
+    def row(self, pgt_id: int, name: str | None = None) -> StreamTableRow:
+        """One stream table, by its id; the name is for the error where it was dropped meanwhile."""
+        rows = self.rows([pgt_id])
+        if not rows:
+            raise StreamTableNotFoundError(f"{name or f'stream table {pgt_id}'} was dropped by another transaction")
+        return rows[0]
 
     def _levels(self, ids: Sequence[int]) -> list[list[int]]:
         """The stream tables in groups that do not read each other, in order."""
@@ -139,15 +176,13 @@ class Engine:
                     depth[reader] = max(depth[reader], depth[source] + 1)
         return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
 
-    def _refresh_level(
-        self, ids: Sequence[int], initiated_by: str, *, retry: bool, all_or_none: bool = False
-    ) -> Outcome:
+    def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> Outcome:
         """Refresh stream tables that do not read each other: one cut, one Spark job, an apply for each."""
         works: list[Work] = []
         outcome = Outcome()
         again: list[int] = []
         try:
-            works, outcome.taken = self.claim(ids, all_or_none=all_or_none)
+            works, outcome.taken = self.claim(ids, all_or_none=False)
             works = self._follow_placements(works)
             self.check_parts(works)
             self.reading.read([work for work in works if work.error is None])
@@ -181,6 +216,7 @@ class Engine:
         again += self._lost_shards(works, retry=retry)
         self.give_up([work for work in works if work.error is not None], None, initiated_by)
         outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
+        outcome.names = {work.row.pgt_id: work.row.label for work in works if work.error is not None}
         self.settle([work for work in works if work.applied])
         if again:
             outcome += self._refresh_level(again, initiated_by, retry=False)
@@ -206,7 +242,13 @@ class Engine:
                 message = error.diag.message_primary or str(error)
                 work.error = SourceLockedError(message, error.diag.message_hint or "A service tries again by itself.")
                 continue
+            except psycopg.Error as error:  # of one owner's table, which is nobody else's concern
+                if self.conn.broken or self.conn.closed:
+                    raise
+                work.error = error
+                continue
             if known is not None and work.frontier is not None and known.node != work.frontier.node:
+                self.conn.execute("SELECT pgtrickle._settle_copy()")
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
             if elsewhere and work.decision is not None and work.decision.reason is not None:
@@ -229,6 +271,9 @@ class Engine:
             return list(works)
         rows = {row.pgt_id: row for row in self.rows([work.row.pgt_id for work in works])}
         for work in works:
+            if work.row.pgt_id not in rows:
+                work.error = _dropped(work.row.label)
+                continue
             work.row = rows[work.row.pgt_id]
             if work.row.pgt_id not in moved:
                 continue
@@ -326,23 +371,44 @@ class Engine:
             return
         with idle(self.conn) as conn:
             for work in works:
+                work.error = _with_search_path(work)
                 if isinstance(work.phases.delta, Staged):
                     work.phases.delta.drop(conn)
-                record_failure(conn, work, cause, initiated_by, self.policy)
+                try:
+                    record_failure(conn, work, cause, initiated_by, self.policy)
+                except psycopg.errors.LockNotAvailable:  # held by its owner, say: the others are not kept waiting
+                    log.warning("a failure cannot be recorded", extra={"stream_table": work.row.label})
+                    continue
+                if work.row.problem is not None:
+                    conn.execute(
+                        "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s"
+                        " WHERE pgt_id = %s",
+                        (work.row.problem, work.row.pgt_id),
+                    )
             self.claims.release(conn, ids)  # also of an interruption while they were being claimed
 
     def check_parts(self, works: Sequence[Work]) -> None:
         """Stream tables that lack a part or a right are suspended; nothing else can help them."""
         for work in works:
+            if work.row.problem is None and work.row.outdated:
+                self._renew_functions(work)
             if work.row.problem is not None:
-                self.conn.execute(
-                    "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = %s",
-                    (work.row.problem, work.row.pgt_id),
-                )
-                work.error = PrivilegeError(
-                    f"{work.row.label} cannot be refreshed: {work.row.problem}",
-                    problem_remedy(work.row.label, work.row.problem),
-                )
+                work.error = lacking(work.row.label, work.row.problem)
+
+    def _renew_functions(self, work: Work) -> None:
+        """Have the owner's functions, which an earlier version made, made again by the owner: through them."""
+        id_ = work.row.pgt_id
+        try:
+            with self.conn.transaction():
+                rows = self.conn.execute("SELECT pgtrickle._renew_owner_functions(%s)", (id_,)).fetchall()
+                for (command,) in rows:
+                    write_as_owner(self.conn, id_, command, None, {})
+                self.conn.execute("SELECT pgtrickle._end_renewal(%s)", (id_,))
+                leave(self.conn, {}, ddl=True)
+        except psycopg.Error as error:
+            if self.conn.broken or self.conn.closed:
+                raise
+            work.error = error
 
     def claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
         """Works for those that could be claimed, and the names of the others."""
@@ -391,9 +457,10 @@ class Engine:
         jobs = [Input(work.job, work.tables, work.parts) for work in works if work.job is not None]
         try:
             return run_jobs(jobs)
-        except RefreshError:
+        except RefreshError as error:
             if len(works) == 1:
-                raise
+                works[0].error = error
+                return [None]
         deltas: list[pa.Table | None] = []
         for work, job in zip(works, jobs, strict=True):
             try:
@@ -434,3 +501,21 @@ class Engine:
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
         self.elsewhere.purge(works)
         self.reading.others.remember(works)
+
+
+def _with_search_path(work: Work) -> Exception | None:
+    """The error of a stream table; where a function of its query may have missed a name, it says under which path it ran."""
+    error = work.error
+    if not isinstance(error, _UNDEFINED) or work.compiled is None or not work.compiled.own_code:
+        return error
+    clear = InvalidQueryError(
+        f"{work.row.label} cannot be refreshed: {error.diag.message_primary or error}",
+        "A refresh runs the functions of a query with search_path = pg_catalog, pg_temp. If one of them names it,"
+        f" write the schema before it, or ALTER FUNCTION ... SET search_path = {work.row.session_settings.get('search_path')};",
+    )
+    clear.__cause__ = error
+    return clear
+
+
+def _dropped(name: str) -> StreamTableNotFoundError:
+    return StreamTableNotFoundError(f"{name} was dropped while it was to be refreshed")

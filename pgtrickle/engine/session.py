@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pgtrickle.engine.spark_files import jvm_environment, kill_jvms, private_directory, remove_private_directory
 from pgtrickle.errors import JavaMissingError
 
 if TYPE_CHECKING:
@@ -42,7 +44,6 @@ _SETTINGS = {
     # One fused text holds many small aggregations in one task; each takes at least a page.
     "spark.buffer.pageSize": "1m",
 }
-_LOCAL = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 _lock = threading.Lock()
 # Large ones: more partitions, planned while they run.
 _LARGE_SETTINGS = {
@@ -71,11 +72,28 @@ def spark_session() -> SparkSession:
 
             builder = SparkSession.builder.master(_master())
             builder = builder.config("spark.driver.memory", os.environ.get(MEMORY_VARIABLE, "4g"))
+            directory = private_directory()
+            atexit.register(_end_start, os.getpid())  # runs before the directory is removed
             # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
-            for name, value in (_SETTINGS | (_LOCAL if is_embedded() else {})).items():
+            for name, value in (_SETTINGS | (_local(directory) if is_embedded() else {})).items():
                 builder = builder.config(name, value)
-            _session = _started(builder)
+            try:
+                with jvm_environment(directory, embedded=is_embedded()):
+                    _session = _started(builder)
+            except BaseException:
+                kill_jvms()  # interrupted while it starts, one would stay for ever
+                raise
         return _session
+
+
+def _local(directory: Path) -> dict[str, str]:
+    return {
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.authenticate": "true",  # other accounts of this machine can reach its ports; Spark makes up a secret
+        "spark.local.dir": str(directory),
+        "spark.sql.warehouse.dir": str(directory / "warehouse"),
+    }
 
 
 def _started(builder: SparkSession.Builder) -> SparkSession:
@@ -116,12 +134,19 @@ def _master() -> str:
 
 
 def stop_spark() -> None:
-    """End the session, if there is one."""
+    """End the session, if there is one, and remove its files."""
     global _session
     with _lock:
         if _session is not None:
             _session.stop()
             _session = None
+        remove_private_directory()
+
+
+def _end_start(starter: int) -> None:
+    """When the process ends: a JVM that another thread is starting would make the directory again."""
+    if os.getpid() == starter and _session is None:
+        kill_jvms()
 
 
 def check_java() -> None:

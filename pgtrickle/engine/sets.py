@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 
 from pgtrickle.catalog.databases import DatabaseSet, register, registered, registered_sets, remove
+from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.engine.elsewhere import Elsewhere, NotThereError
-from pgtrickle.engine.reach import check_catalog, told
+from pgtrickle.engine.reach import check_catalog, discovered, told
 from pgtrickle.errors import PgtrickleError, PrivilegeError
 
 
@@ -105,10 +105,11 @@ class Sets:
         return problems
 
     def _stand_in(self, name: str, table: str, members: Iterable[str]) -> None:
-        self.elsewhere.home.execute(
-            "SELECT pgtrickle._stand_in_for_all(%s, p[1], p[2], %s) FROM parse_ident(%s) AS p",
-            (name, list(members), table),
-        )
+        home = self.elsewhere.home
+        row = home.execute("SELECT parse_ident(%s)", (table,)).fetchone()
+        assert row is not None
+        schema, relation = row[0]
+        pass_gate(home, "stand_in_for_all", database_set=name, schema=schema, name=relation, members=list(members))
 
     def _discover(self, known: DatabaseSet) -> list[str]:
         """Register the databases of the set's server whose names fit its pattern; forget those that it has no more."""
@@ -116,22 +117,23 @@ class Sets:
         problems = []
         pattern = self.elsewhere.home.execute("SELECT pgtrickle._like(%s)", (known.pattern,)).fetchone()
         try:
-            with self.elsewhere.connections.open(known.name, known.server) as conn, told(known.name):
+            with self.elsewhere.connections.open_server(known.name, known.server) as conn, told(known.name):
                 rows = conn.execute(
-                    "SELECT datname, datallowconn AND NOT datistemplate AND has_database_privilege(datname, 'CONNECT')"
-                    " FROM pg_database WHERE datname LIKE %s ORDER BY 1",
+                    "SELECT datname, datallowconn AND NOT datistemplate"
+                    " AND pg_catalog.has_database_privilege(datname, 'CONNECT')"
+                    " FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.~~) %s::pg_catalog.text",
                     pattern,
                 ).fetchall()
         except (psycopg.Error, PgtrickleError) as error:
             return [_told(error)]
-        there = dict(rows)
-        ours = {one.name for one in registered(self.elsewhere.home) if one.dsn == _dsn(known.server, one.name)}
+        there = dict(sorted(rows))
+        ours = {one.name for one in registered(self.elsewhere.home) if one.dsn == discovered(known.server, one.name)}
         for name in [*there, *(set(known.members) & ours - there.keys())]:
             try:
                 if name not in there:
                     remove(self.elsewhere.home, name)
                 elif there[name] and name not in known.members:
-                    self._register(name, _dsn(known.server, name), known.roles)
+                    self._register(name, discovered(known.server, name), known.roles)
             except (psycopg.Error, PgtrickleError) as error:
                 if self.elsewhere.home.broken or self.elsewhere.home.closed:
                     raise
@@ -144,10 +146,6 @@ class Sets:
             row = conn.execute("SELECT pgtrickle._node()").fetchone()
         assert row is not None
         register(self.elsewhere.home, name, dsn, row[0], roles)
-
-
-def _dsn(server: str, database: str) -> str:
-    return make_conninfo(server, dbname=database)
 
 
 def _told(error: Exception) -> str:

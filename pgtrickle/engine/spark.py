@@ -26,19 +26,34 @@ from pgtrickle.errors import RefreshError
 # as many stream tables as make up for what a text costs by itself.
 FEWEST = 5
 MOST = 32
+MOST_OPERATORS = 1500  # of one text, unless one stream table has more
 _CORES = os.cpu_count() or 1
 
 
 def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
     """The deltas of all jobs as tables of strings, weight first; None where one is empty. Starts nothing where all are."""
     sharers = share(jobs)
-    size = min(max(-(-len(sharers) // _CORES), FEWEST), MOST)
-    texts = [sharers[i : i + size] for i in range(0, len(sharers), size)]
+    texts = _texts(sharers)
     answers = map(_run_text, texts) if len(texts) < 2 else _threads().map(_run_text, texts)
     deltas: dict[int, pa.Table | None] = {}
     for some, answer in zip(texts, answers, strict=True):
         deltas |= _deltas(some, answer)
     return [deltas.get(number) for number in range(len(jobs))]
+
+
+def _texts(sharers: Sequence[Sharers]) -> list[list[Sharers]]:
+    """The jobs by the texts that they are part of."""
+    size = min(max(-(-len(sharers) // _CORES), FEWEST), MOST)
+    texts: list[list[Sharers]] = []
+    operators = 0
+    for some in sharers:
+        own = some.first[1].job.plan.operators
+        if not texts or len(texts[-1]) == size or operators + own > MOST_OPERATORS:
+            texts.append([])
+            operators = 0
+        texts[-1].append(some)
+        operators += own
+    return texts
 
 
 @cache

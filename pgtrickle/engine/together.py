@@ -53,7 +53,7 @@ def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium:
     def statement(part: sql.Composable | None, rows: sql.Composable | None) -> sql.Composable:
         assert part is None
         assert rows is None
-        return reader.as_reader(wide.statement().fill(lambda _: window), names)
+        return reader.as_reader(plan, wide.statement(), {}, window, names)
 
     whole = medium.read(Request(plan, schema, statement, reader))
     for (fetcher, fragment, _), slice_ in zip(wanted, slices, strict=True):

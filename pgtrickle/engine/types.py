@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
 from pgtrickle.compile.text import ident
+from pgtrickle.engine.failures import failure_of
 from pgtrickle.engine.load import Delta
 from pgtrickle.engine.reach import is_node
+from pgtrickle.errors import PgtrickleError, RefreshConflictError
+
+# What _session_settings() records, and what may be added to tell reads apart in the server's log. The catalog's rows are
+# written for owners: a setting such as role or session_replication_role must not get into the service's session.
+SESSION_SETTINGS = frozenset(
+    {
+        "TimeZone",
+        "DateStyle",
+        "IntervalStyle",
+        "lc_monetary",
+        "lc_numeric",
+        "lc_time",
+        "search_path",
+        "application_name",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -40,21 +58,35 @@ class StreamTableRow:
     pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
     lost_members: str  # of a set: waited for, or kept as they were last read
     st_placement: str  # of its table in a Citus cluster
+    has_former_row_ids: bool  # row ids of catalog version 20 and earlier
     output_distribution_column: str | None
     databases: list[str]  # others that it reads
     reads_here: bool  # tables of this one too, apart from those
     spread_here: list[int]  # distributed tables: this database, the coordinator, may have shards of them
     on_citus: bool  # the database has Citus
-    session_settings: dict[str, str]
-    defining_query: str
+    session_settings: Any  # see query_settings
+    defining_query: str | None  # None for those who may not see it
     owner: str | None
     own: bool | None
     problem: str | None  # a part that is missing, or a right that the owner no longer has
+    outdated: bool | None  # the owner's functions are those of an earlier version
+    hidden: str | None  # sources behind views of other roles, which the owner may not read
 
     @property
     def label(self) -> str:
         """The name as it is written in SQL."""
         return f"{_written(self.pgt_schema)}.{_written(self.pgt_name)}"
+
+    @property
+    def query_settings(self) -> dict[str, str]:
+        """The settings under which the query is run, but for search_path: its names are resolved already."""
+        found = self.session_settings
+        if not isinstance(found, dict) or not found.keys() <= SESSION_SETTINGS or not _are_texts(found.values()):
+            raise PgtrickleError(
+                f"the recorded session settings of {self.label} are not those of create_stream_table()",
+                "alter_stream_table(query => …) records them again.",
+            )
+        return {name: value for name, value in found.items() if name != "search_path"}
 
     @property
     def on_nodes(self) -> bool:
@@ -65,6 +97,10 @@ class StreamTableRow:
     def in_parts(self) -> bool:
         """Whether no query of this database alone reads all that it reads."""
         return bool(self.databases or self.spread_here)
+
+
+def _are_texts(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _written(name: str) -> str:
@@ -111,9 +147,28 @@ class Outcome:
     results: list[RefreshResult] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)  # names of those that another process is refreshing
+    names: dict[int, str] = field(default_factory=dict)  # of those that failed
+
+    @property
+    def problems(self) -> dict[str, Exception]:
+        """What kept each from being refreshed, by name."""
+        taken = {
+            name: RefreshConflictError(
+                f"{name} is being refreshed, altered or dropped by another process",
+                "Wait for it to finish; if that process died, its claim ends with its lease, within half a minute.",
+            )
+            for name in self.taken
+        }
+        return taken | {self.names.get(id_, f"stream table {id_}"): error for id_, error in self.failures.items()}
+
+    def raise_problems(self, asked: int) -> None:
+        """Raise what kept some of those that were asked for from being refreshed."""
+        if self.problems:
+            raise failure_of(self.problems, asked)
 
     def __iadd__(self, other: Outcome) -> Outcome:
         self.results += other.results
         self.failures |= other.failures
         self.taken += other.taken
+        self.names |= other.names
         return self

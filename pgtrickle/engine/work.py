@@ -38,6 +38,7 @@ class Work:
     tables: dict[Fragment, pa.Table] = field(default_factory=dict)
     parts: dict[Fragment, Part] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)  # under which it is read
+    apply_settings: dict[str, str] = field(default_factory=dict)  # under which it is written
     fetcher: Fetcher[Any] | None = None  # of Arrow tables, or of Spark's frames where it is a large one
     sources: list[Source] = field(default_factory=list)
     foreign: list[ForeignSource] = field(default_factory=list)

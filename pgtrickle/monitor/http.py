@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
+import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,6 +21,67 @@ from prometheus_client.registry import Collector
 
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.service.service import Service
+
+log = logging.getLogger("pgtrickle.http")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many clients are served at the same time, and for how long."""
+
+    connections: int = 16
+    silence: float = 5.0  # seconds for which a client may send or accept nothing
+    seconds: float = 10.0  # for a connection as a whole, however busy it is
+
+
+LIMITS = Limits()
+
+
+class LimitedServer(ThreadingHTTPServer):
+    """Serves a bounded number of connections, each for a bounded time, so that slow clients cannot use up its threads.
+
+    Where all places are taken, the connection that has lasted longest makes room: an honest request takes milliseconds.
+    """
+
+    request_queue_size = 128  # so that a client need not try again after a second
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], limits: Limits) -> None:
+        self._limits = limits
+        self._deadlines: dict[socket.socket, float] = {}
+        self._lock = threading.Lock()
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._deadlines) >= self._limits.connections:
+                oldest = next(iter(self._deadlines))
+                del self._deadlines[oldest]
+                _end(oldest)
+            self._deadlines[request] = time.monotonic() + self._limits.seconds
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """End connections that have lasted too long; their threads then see the end of the stream."""
+        with self._lock:  # a socket that is still listed is not closed yet
+            for request, deadline in self._deadlines.items():
+                if deadline < time.monotonic():
+                    _end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # Clients that hang up in the middle of an answer are not worth a line each.
+        if not isinstance(sys.exception(), OSError):
+            log.exception("a request failed")
+
+
+def _end(request: socket.socket) -> None:
+    """Let the thread that serves a connection see its end."""
+    with suppress(OSError):  # the client is already gone
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Metrics(Collector):
@@ -41,7 +108,7 @@ class _Metrics(Collector):
             up.add_metric([launcher.server.name], launcher.problem is None)
             for name, watched in list(launcher.databases.items()):
                 labels = [launcher.server.name, name]
-                served.add_metric([*labels, watched.problem or ""], watched.scheduler is not None)
+                served.add_metric([*labels, watched.problem or ""], watched.served)
                 if watched.tended is not None:
                     for counter, family in counters.items():
                         family.add_metric(labels, getattr(watched.tended.counters, counter))
@@ -65,25 +132,25 @@ def _gauge(name: str, meaning: str, value: float) -> Metric:
     return GaugeMetricFamily(f"pgtrickle_{name}", meaning, value)
 
 
-def serve_http(service: Service, address: str) -> ThreadingHTTPServer:
+def serve_http(service: Service, address: str, limits: Limits = LIMITS) -> ThreadingHTTPServer:
     """Answer at an address (host:port) from a thread of its own; the caller shuts the server down."""
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     registry.register(_Metrics(service))
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = limits.silence
+
         def do_GET(self) -> None:
             if self.path == "/metrics":
                 self._answer(200, generate_latest(registry), CONTENT_TYPE_LATEST)
             elif self.path == "/healthz":
                 self._answer(200, b"ok\n", "text/plain")
             elif self.path == "/readyz":
-                problems = {one.server.name: one.problem for one in service.launchers if one.problem is not None}
-                self._answer(
-                    200 if service.ready else 503,
-                    json.dumps({"ready": service.ready, "problems": problems}).encode(),
-                    "application/json",
-                )
+                problems, unserved = service.problems, service.unserved
+                ready = not problems and not unserved
+                body = {"ready": ready, "problems": problems, "unserved": unserved}
+                self._answer(200 if ready else 503, json.dumps(body).encode(), "application/json")
             else:
                 self._answer(404, b"there are /metrics, /healthz and /readyz\n", "text/plain")
 
@@ -98,7 +165,7 @@ def serve_http(service: Service, address: str) -> ThreadingHTTPServer:
             """Requests are not worth a line each."""
 
     try:
-        server = ThreadingHTTPServer((host, int(port)), Handler)
+        server = LimitedServer((host, int(port)), Handler, limits)
     except (OSError, ValueError, OverflowError) as error:
         raise PgtrickleError(
             f"cannot listen on {address}: {error}", "Choose another address with --http, or none with --http ''."

@@ -10,12 +10,21 @@ from datetime import UTC, datetime
 _FIELDS = ("server", "database", "pgt_id", "error")
 
 
+def _printable(text: str) -> str:
+    """The text in one line, with control characters escaped: nobody's name shall look like a line of ours."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
 class _Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         about = " ".join(f"{name}={value}" for name in _FIELDS if (value := getattr(record, name, None)) is not None)
         when = datetime.fromtimestamp(record.created, UTC).astimezone()
-        line = f"{when:%Y-%m-%d %H:%M:%S} {record.levelname.lower()} {record.getMessage()} {about}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = (
+            f"{when:%Y-%m-%d %H:%M:%S} {record.levelname.lower()} {_printable(record.getMessage())} {_printable(about)}"
+        )
+        # Indented: names and messages in it come from others, too.
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        return "\n".join([line.rstrip(), *(f"    {_printable(step)}" for step in trace)])
 
 
 class _Json(logging.Formatter):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from pgtrickle.errors import UntrustedCatalogError
 
 if TYPE_CHECKING:  # names of profiles are in --help, which waits for no driver
     import psycopg
@@ -236,26 +238,37 @@ _DATABASES = (
 )
 
 
-def read_server(conn: psycopg.Connection[Any], only: Collection[str] | None = None) -> ServerAtHand:
+def read_server(
+    conn: psycopg.Connection[Any], only: Collection[str] | None = None, trusted_owners: Iterable[str] = ()
+) -> ServerAtHand:
     """The server behind a connection, its databases, or some, looked into one after another as the launcher does."""
     from psycopg.rows import dict_row
 
     row = conn.cursor(row_factory=dict_row).execute(_SERVER.encode()).fetchone()
     assert row is not None
     names = [name for (name,) in conn.execute(_DATABASES).fetchall() if only is None or name in only]
-    databases = tuple(look_into(conn) if name == conn.info.dbname else _connect_and_look(conn, name) for name in names)
+    owners = frozenset(trusted_owners)
+    databases = tuple(
+        look_into(conn) if name == conn.info.dbname else _connect_and_look(conn, name, owners) for name in names
+    )
     where = conn.info.host if conn.info.host.startswith("/") else f"{conn.info.host}:{conn.info.port}"
     return ServerAtHand(where=where, version=conn.info.server_version // 10000, databases=databases, **row)
 
 
-def _connect_and_look(conn: psycopg.Connection[Any], name: str) -> DatabaseAtHand:
+def _connect_and_look(conn: psycopg.Connection[Any], name: str, trusted_owners: frozenset[str]) -> DatabaseAtHand:
     import psycopg
 
+    from pgtrickle.catalog.trust import Trust
+    from pgtrickle.engine.connection import connect_with_rights
+
+    password = conn.info.password or None
     try:
-        with psycopg.connect(
-            conn.info.dsn, dbname=name, password=conn.info.password, autocommit=True, application_name="pgtrickle"
+        with connect_with_rights(
+            conn.info.dsn, Trust(trusted_owners), dbname=name, password=password, application_name="pgtrickle"
         ) as other:
             return look_into(other)
+    except UntrustedCatalogError as error:
+        return DatabaseAtHand(name, None, problem=error.message)
     except psycopg.Error as error:
         # One that may not be entered, or is being dropped, must not hide the others.
         return DatabaseAtHand(name, None, problem=(str(error).strip() or type(error).__name__).splitlines()[-1])

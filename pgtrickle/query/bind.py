@@ -43,6 +43,8 @@ class Typing(Protocol):
 
     def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]: ...
 
+    def casts_for_equality(self, left: PgType, right: PgType) -> tuple[str | None, str | None]: ...
+
 
 @dataclass(frozen=True)
 class Bound:
@@ -50,6 +52,9 @@ class Bound:
 
     plan: Plan
     output: tuple[Column, ...]
+
+
+MOST_QUERIES = 2_000
 
 
 @dataclass
@@ -60,6 +65,7 @@ class Binder:
     typing: Typing
     aggregates: frozenset[str]
     _next: int = 0
+    _queries: int = 0  # bound so far
     _ctes: list[dict[str, exp.CTE]] = field(default_factory=list)
 
     def column(self, name: str, type_: PgType) -> Column:
@@ -71,6 +77,9 @@ class Binder:
 
     def bind(self, node: exp.Expression, outer: Scope | None) -> Bound:
         """Any query expression: SELECT, set operation, VALUES, parentheses around one."""
+        self._queries += 1
+        if self._queries > MOST_QUERIES:  # a view that reads another twice, which reads another twice, and so on
+            raise Unsupported(f"its views and subqueries unfold to more than {MOST_QUERIES} queries")
         with_ = node.args.get("with_")
         if with_ is not None:
             if with_.args.get("recursive"):
@@ -253,41 +262,48 @@ class Binder:
         middle = len(scope.entries)
         right = self._bind_source(node.this, scope)
         kind = _join_kind(node)
-        if node.args.get("using") and kind == "full":
-            return self._full_using(left, right, node, scope, start, middle)
         if node.args.get("using"):
-            condition = self._merge_using(node, kind, scope, start, middle)
-        else:
-            on = node.args.get("on")
-            if has_subquery(on):
-                raise Unsupported("a subquery in a join condition is not maintained differentially", on)
-            condition = self.resolve(on, scope) if on is not None else exp.true()
-        return Join(kind, left, right, condition)
+            return self._join_using(kind, left, right, node, scope, start, middle)
+        on = node.args.get("on")
+        if has_subquery(on):
+            raise Unsupported("a subquery in a join condition is not maintained differentially", on)
+        return Join(kind, left, right, self.resolve(on, scope) if on is not None else exp.true())
 
-    def _merge_using(self, node: exp.Join, kind: JoinKind, scope: Scope, start: int, middle: int) -> exp.Expression:
-        left, right = Scope(scope.entries[start:middle]), Scope(scope.entries[middle:])
-        names = {identifier.name for identifier in node.args["using"]}
-        parts = [
-            exp.EQ(this=left.resolve(exp.column(name)).ref(), expression=right.resolve(exp.column(name)).ref())
-            for name in names
-        ]
-        _hide(scope, names, range(middle, len(scope.entries)) if kind != "right" else range(start, middle))
-        return conjunction(parts)
-
-    def _full_using(self, left: Plan, right: Plan, node: exp.Join, scope: Scope, start: int, middle: int) -> Plan:
-        """FULL JOIN USING: the merged column is whichever side is there."""
+    def _join_using(
+        self, kind: JoinKind, left: Plan, right: Plan, node: exp.Join, scope: Scope, start: int, middle: int
+    ) -> Plan:
+        """JOIN USING: pairs of columns are equal, and one column of their common type stands for both."""
         ours, theirs = Scope(scope.entries[start:middle]), Scope(scope.entries[middle:])
         names = [identifier.name for identifier in node.args["using"]]
         pairs = [(ours.resolve(exp.column(name)), theirs.resolve(exp.column(name))) for name in names]
-        condition = conjunction(exp.EQ(this=one.ref(), expression=other.ref()) for one, other in pairs)
-        join = Join("full", left, right, condition)
-        values = [exp.Coalesce(this=one.ref(), expressions=[other.ref()]) for one, other in pairs]
-        types = self.typing.types_of(join.columns, values)
-        merged = [self.column(name, type_) for name, type_ in zip(names, types, strict=True)]
+        condition = conjunction(self.equality(one.ref(), one.type, other.ref(), other.type) for one, other in pairs)
+        join = Join(kind, left, right, condition)
+        common = self.typing.union_types([[one.type for one, _ in pairs], [other.type for _, other in pairs]])
+        values = [_merged(kind, one, other, type_) for (one, other), type_ in zip(pairs, common, strict=True)]
+        computed = [value for value in values if not isinstance(value, exp.Column)]
+        types = iter(self.typing.types_of(join.columns, computed))
+        known = {column.id: column for column in join.columns}
+        merged = [
+            known[value.name] if isinstance(value, exp.Column) else self.column(name, next(types))
+            for name, value in zip(names, values, strict=True)
+        ]
         _hide(scope, set(names), range(start, len(scope.entries)))
         scope.entries.append(Entry("", tuple(zip(names, merged, strict=True))))
+        if not computed:
+            return join
         passed = tuple((column, column.ref()) for column in join.columns)
-        return Project(join, passed + tuple(zip(merged, values, strict=True)))
+        new = tuple((column, value) for column, value in zip(merged, values, strict=True) if column.id not in known)
+        return Project(join, passed + new)
+
+    def equality(
+        self, left: exp.Expression, left_type: PgType, right: exp.Expression, right_type: PgType
+    ) -> exp.Expression:
+        """The comparison that PostgreSQL makes where the query's text shows none: in USING and IN. Its casts are explicit."""
+        left_cast, right_cast = self.typing.casts_for_equality(left_type, right_type)
+        return exp.EQ(
+            this=left.copy() if left_cast is None else cast_to(left.copy(), left_cast),
+            expression=right.copy() if right_cast is None else cast_to(right.copy(), right_cast),
+        )
 
     # -- SELECT --------------------------------------------------------------------------------------------------------
 
@@ -436,6 +452,23 @@ def _hide(scope: Scope, names: set[str], entries: range) -> None:
         entry = scope.entries[i]
         merged = entry.hidden | {name for name, _ in entry.columns if name in names}
         scope.entries[i] = Entry(entry.alias, entry.columns, frozenset(merged))
+
+
+def _merged(kind: JoinKind, left: Column, right: Column, common: PgType) -> exp.Expression:
+    """The value of a column that USING merges: of the side that is always there, or whichever side is there."""
+
+    def converted(column: Column) -> exp.Expression:
+        return column.ref() if column.type.oid == common.oid else cast_to(column.ref(), common.name)
+
+    match kind:
+        case "full":
+            return exp.Coalesce(this=converted(left), expressions=[converted(right)])
+        case "right":
+            return converted(right)
+        case "inner" if left.type.oid != common.oid and right.type.oid == common.oid:
+            return right.ref()  # PostgreSQL prefers the side that it need not convert
+        case _:
+            return converted(left)
 
 
 def _join_kind(node: exp.Join) -> JoinKind:

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 from sqlglot import exp
 
+from pgtrickle.query.budget import count_operator, count_step
 from pgtrickle.query.conditions import conjuncts
 from pgtrickle.query.types import PgType
 
@@ -34,6 +35,25 @@ class _Node:
 
     def __hash__(self) -> int:
         return hash(self.identity)
+
+
+class _Operator(_Node):
+    """A node of a plan; the budget counts it when it is made."""
+
+    def __post_init__(self) -> None:
+        count_operator()
+
+    @cached_property
+    def operators(self) -> int:
+        """The number of operators, shared ones wherever they stand."""
+        inputs = inputs_of(self)  # type: ignore[arg-type]
+        # Of one table in many databases only those are computed that changed.
+        members = isinstance(self, UnionAll) and all(map(_reads_member, inputs))
+        return 1 + (max if members else sum)(child.operators for child in inputs)
+
+    @cached_property
+    def reads_changes(self) -> bool:
+        return any(child.reads_changes for child in inputs_of(self))  # type: ignore[arg-type]
 
 
 def _identity(value: object) -> str:
@@ -98,7 +118,7 @@ class Relation(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Scan(_Node):
+class Scan(_Operator):
     relation: Relation
     fields: tuple[tuple[Column, RelationColumn], ...]
     version: Version = Version.NEW
@@ -107,9 +127,13 @@ class Scan(_Node):
     def columns(self) -> tuple[Column, ...]:
         return tuple(column for column, _ in self.fields)
 
+    @cached_property
+    def reads_changes(self) -> bool:
+        return self.version is Version.DELTA
+
 
 @dataclass(frozen=True, eq=False)
-class Values(_Node):
+class Values(_Operator):
     """Rows written in the query: they never change."""
 
     columns: tuple[Column, ...]
@@ -118,7 +142,7 @@ class Values(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Filter(_Node):
+class Filter(_Operator):
     input: Plan
     condition: exp.Expression
 
@@ -128,7 +152,7 @@ class Filter(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Project(_Node):
+class Project(_Operator):
     input: Plan
     items: tuple[tuple[Column, exp.Expression], ...]
 
@@ -141,7 +165,7 @@ JoinKind: TypeAlias = Literal["inner", "left", "right", "full"]
 
 
 @dataclass(frozen=True, eq=False)
-class Join(_Node):
+class Join(_Operator):
     kind: JoinKind
     left: Plan
     right: Plan
@@ -153,7 +177,7 @@ class Join(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Exists(_Node):
+class Exists(_Operator):
     """The rows of `left`, each with a boolean: does `right` hold a row that meets the condition?"""
 
     left: Plan
@@ -167,7 +191,7 @@ class Exists(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Aggregate(_Node):
+class Aggregate(_Operator):
     """Groups by columns of the input; without aggregates it is DISTINCT, without keys it has exactly one row."""
 
     input: Plan
@@ -180,7 +204,7 @@ class Aggregate(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class UnionAll(_Node):
+class UnionAll(_Operator):
     """Inputs one after another, matched by position; `columns` are the union's own."""
 
     inputs: tuple[Plan, ...]
@@ -188,7 +212,7 @@ class UnionAll(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Negate(_Node):
+class Negate(_Operator):
     input: Plan
 
     @property
@@ -197,7 +221,7 @@ class Negate(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Flip(_Node):
+class Flip(_Operator):
     """The change of an `Exists` that comes from its right side: rows of `left` whose mark is not what it was.
 
     `left` and `right` are at the new state, `left_delta` and `right_delta` their changes; left rows are taken at the old
@@ -217,7 +241,7 @@ class Flip(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Regroup(_Node):
+class Regroup(_Operator):
     """The change of an aggregation by recomputing the groups that `trigger`, the change of its input, touches."""
 
     new: Plan
@@ -230,7 +254,7 @@ class Regroup(_Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Fragment(_Node):
+class Fragment(_Operator):
     """A part of the plan that PostgreSQL computes; everything above it runs on Spark."""
 
     plan: Plan
@@ -240,9 +264,13 @@ class Fragment(_Node):
     def columns(self) -> tuple[Column, ...]:
         return self.plan.columns
 
+    @cached_property
+    def operators(self) -> int:
+        return 1
+
 
 @dataclass(frozen=True, eq=False)
-class KeyFilter(_Node):
+class KeyFilter(_Operator):
     """Keeps at least the rows whose column takes a value that `origin` has in its column.
 
     It only bounds what is fetched: the operators above test their conditions again, so more rows never hurt.
@@ -283,6 +311,7 @@ TypesOf = Callable[[Iterable[Column], list[exp.Expression]], list[PgType]]
 
 def inputs_of(plan: Plan) -> tuple[Plan, ...]:
     """The plans a node reads (the origin of a key filter only bounds it and is not among them)."""
+    count_step()
     match plan:
         case Scan() | Values():
             return ()
@@ -307,6 +336,21 @@ def scans_of(plan: Plan) -> list[Scan]:
     return [scan for child in inputs_of(plan) for scan in scans_of(child)]
 
 
+def _reads_member(plan: Plan) -> bool:
+    """Whether it only reads a table of one member of a set, perhaps at its old state."""
+    match plan:
+        case Scan(relation=relation):
+            return relation.shard
+        case Filter(input=child) | Project(input=child) | KeyFilter(input=child) | Negate(input=child):
+            return _reads_member(child)
+        case Fragment(plan=child):
+            return _reads_member(child)
+        case UnionAll(inputs=inputs):
+            return all(map(_reads_member, inputs))
+        case _:
+            return False
+
+
 def databases_of(plan: Plan) -> frozenset[str]:
     """The databases whose tables the plan reads."""
     return frozenset(scan.relation.database for scan in scans_of(plan))
@@ -318,25 +362,33 @@ def used_ids(expression: exp.Expression) -> set[str]:
 
 
 def at_version(plan: Plan, version: Version) -> Plan:
-    """The same plan over another state of its tables."""
-    match plan:
-        case Scan():
-            return replace(plan, version=version)
-        case Filter(input=child) | Project(input=child) | Aggregate(input=child):
-            return replace(plan, input=at_version(child, version))
-        case KeyFilter(input=child, origin=origin):
-            # Keys from a change stay; keys from another state must be those of the same version.
-            if not any(scan.version is Version.DELTA for scan in scans_of(origin)):
-                origin = at_version(origin, version)
-            return replace(plan, input=at_version(child, version), origin=origin)
-        case Join(left=left, right=right) | Exists(left=left, right=right):
-            return replace(plan, left=at_version(left, version), right=at_version(right, version))
-        case UnionAll(inputs=inputs):
-            return replace(plan, inputs=tuple(at_version(child, version) for child in inputs))
-        case Values():
-            return plan
-        case _:
-            raise AssertionError(f"{type(plan).__name__} is a change, it has no state")
+    """The same plan over another state of its tables. What stands in several places stays one node."""
+    done: dict[int, Plan] = {}
+
+    def moved(plan: Plan) -> Plan:
+        if id(plan) not in done:
+            done[id(plan)] = move(plan)
+        return done[id(plan)]
+
+    def move(plan: Plan) -> Plan:
+        match plan:
+            case Scan():
+                return replace(plan, version=version)
+            case Filter(input=child) | Project(input=child) | Aggregate(input=child):
+                return replace(plan, input=moved(child))
+            case KeyFilter(input=child, origin=origin):
+                # Keys from a change stay; keys from another state must be those of the same version.
+                return replace(plan, input=moved(child), origin=origin if origin.reads_changes else moved(origin))
+            case Join(left=left, right=right) | Exists(left=left, right=right):
+                return replace(plan, left=moved(left), right=moved(right))
+            case UnionAll(inputs=inputs):
+                return replace(plan, inputs=tuple(map(moved, inputs)))
+            case Values():
+                return plan
+            case _:
+                raise AssertionError(f"{type(plan).__name__} is a change, it has no state")
+
+    return moved(plan)
 
 
 def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sqlglot import exp
 
 from pgtrickle.query.conditions import cast_to, conjunction, conjuncts, unwrap
-from pgtrickle.query.plan import Exists, Plan
+from pgtrickle.query.plan import Column, Exists, Plan, used_ids
 from pgtrickle.query.scope import Scope
 from pgtrickle.query.types import BOOL, PgType
 from pgtrickle.query.unsupported import Unsupported
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 BOOLEAN = PgType(BOOL, -1, "boolean")
 
-# From what is probed and what the subquery selects to the condition on its rows.
-_Condition = Callable[[list[exp.Expression], list[exp.Expression]], list[exp.Expression]]
+# Two expressions, one of each side.
+_Pair = tuple[exp.Expression, exp.Expression]
+# From pairs of what is probed and what the subquery selects, and the equalities of these, to the condition on its rows.
+_Condition = Callable[[list[_Pair], list[exp.Expression]], list[exp.Expression]]
 
 
 def has_subquery(node: exp.Expression | None) -> bool:
@@ -74,17 +76,17 @@ def _lift_exists(binder: Binder, plan: Plan, node: exp.Exists, scope: Scope) -> 
 def _lift_in(binder: Binder, plan: Plan, node: exp.In, scope: Scope, *, exact: bool) -> tuple[Plan, exp.Expression]:
     probe = unwrap(node.this)
     wanted = [binder.resolve(item, scope) for item in (probe.expressions if isinstance(probe, exp.Tuple) else [probe])]
-    plan, match = _mark_in(binder, plan, node, wanted, scope, _matches)
+    plan, match = _mark_in(binder, plan, node, wanted, scope, lambda _, equalities: equalities)
     if not exact:
         return plan, match
     unknown: list[exp.Expression] = []
     if len(wanted) == 1:
-        plan, null_row = _mark_in(binder, plan, node, wanted, scope, lambda _, found: [_is_null(found[0])])
-        plan, any_row = _mark_in(binder, plan, node, wanted, scope, lambda probe_, _: [_is_null(probe_[0])])
+        plan, null_row = _mark_in(binder, plan, node, wanted, scope, lambda pairs, _: [_is_null(pairs[0][1])])
+        plan, any_row = _mark_in(binder, plan, node, wanted, scope, lambda pairs, _: [_is_null(pairs[0][0])])
         unknown = [null_row, any_row]
     else:
         plan, undecided = _mark_in(
-            binder, plan, node, wanted, scope, lambda probe_, found: [_is_null(conjunction(_matches(probe_, found)))]
+            binder, plan, node, wanted, scope, lambda _, equalities: [_is_null(conjunction(equalities))]
         )
         unknown = [undecided]
     null = cast_to(exp.null(), "boolean")
@@ -100,12 +102,18 @@ def _mark_in(
     right, correlated, found = _bind_inner(binder, node.args["query"], scope)
     if len(found) != len(wanted):
         raise Unsupported("IN compares a row with a subquery of other width", node)
+    probed = zip(wanted, _types(binder, plan.columns, wanted), strict=True)
+    selected = zip(found, _types(binder, right.columns, found), strict=True)
+    equalities = [binder.equality(*one, *other) for one, other in zip(probed, selected, strict=True)]
+    conditions = condition(list(zip(wanted, found, strict=True)), equalities)
     mark = binder.column("in", BOOLEAN)
-    return Exists(plan, right, conjunction([*condition(wanted, found), *correlated]), mark), mark.ref()
+    return Exists(plan, right, conjunction([*conditions, *correlated]), mark), mark.ref()
 
 
-def _matches(probe: list[exp.Expression], found: list[exp.Expression]) -> list[exp.Expression]:
-    return [exp.EQ(this=left.copy(), expression=right.copy()) for left, right in zip(probe, found, strict=True)]
+def _types(binder: Binder, columns: tuple[Column, ...], expressions: list[exp.Expression]) -> list[PgType]:
+    if not used_ids(exp.Tuple(expressions=expressions)) <= {column.id for column in columns}:
+        raise Unsupported("a subquery refers to a query further out than the one around it")
+    return binder.typing.types_of(columns, expressions)
 
 
 def _is_null(node: exp.Expression) -> exp.Expression:

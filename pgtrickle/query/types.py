@@ -12,6 +12,8 @@ DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA = 1082, 1114, 1184, 2950, 17
 XID8, OID, INET, MACADDR, TIME = 5069, 26, 869, 829, 1083
 INTERVAL, RECORD = 1186, 2249
 
+FIRST_USER_OID = 16384
+
 INTEGERS = frozenset({INT2, INT4, INT8})
 _STRINGS = frozenset({TEXT, VARCHAR, NAME})
 _COMPARABLE = INTEGERS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ}
@@ -36,8 +38,48 @@ class PgType:
     typmod: int
     name: str
     is_enum: bool = False
+    collation: str = ""  # as SQL names it, where it is not the type's own
     deterministic: bool = True  # the collation's equality is identity of bytes
     groupable: bool = True  # GROUP BY accepts it
+    equals: str = "="  # the operator that groups and unique indexes compare by
+
+    def cast(self, value: str) -> str:
+        """The SQL that makes a value of this type, with its collation."""
+        return f"{value}::{self.name}{self._collate}"
+
+    def from_text(self, value: str) -> str:
+        """The SQL that makes the value of this type that prints as a text."""
+        if self.is_built_in or self.is_array:
+            return self.cast(value)
+        # A user may have defined a cast from text. The elements of an array are read as the type itself reads them.
+        quoted = f"""replace(replace({value}, E'\\\\', E'\\\\\\\\'), '"', E'\\\\"')"""
+        return f"""(('{{"' || {quoted} || '"}}')::{self.name}[])[1]{self._collate}"""
+
+    @property
+    def declaration(self) -> str:
+        """The type of a column in DDL."""
+        return f"{self.name}{self._collate}"
+
+    @property
+    def _collate(self) -> str:
+        return f" COLLATE {self.collation}" if self.collation else ""
+
+    @property
+    def is_built_in(self) -> bool:
+        return self.oid < FIRST_USER_OID
+
+    def equality_is_shared(self, other: PgType) -> bool:
+        """Whether comparing with the other type by `=` takes the same values for equal as this type itself does."""
+        same = self.oid == other.oid or (self.is_integer and other.is_integer)
+        return same and (self.collation == other.collation or (self.deterministic and other.deterministic))
+
+    def is_kept_apart_by(self, target: PgType) -> bool:
+        """Whether values that differ still do after a cast to the other type."""
+        if not (self.deterministic and target.deterministic) or target.typmod != -1:
+            return False
+        wider = {INT2: {INT4, INT8, NUMERIC}, INT4: {INT8, NUMERIC}, INT8: {NUMERIC}, FLOAT4: {FLOAT8}}
+        strings = {VARCHAR: {TEXT}, BPCHAR: {TEXT}, NAME: {TEXT}}
+        return target.oid in (wider | strings).get(self.oid, set())
 
     @property
     def is_integer(self) -> bool:

@@ -11,7 +11,8 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hmac import compare_digest
 from secrets import token_urlsafe
 
 import psycopg
@@ -21,6 +22,7 @@ from psycopg.types.json import Jsonb
 from pgtrickle.engine.offers import Interest, Offer
 from pgtrickle.engine.reach import Connections, told
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.service.config import BrokerConfig
 from pgtrickle.service.desk import Desk
 from pgtrickle.service.flight import FlightOffers, ask_for_offer
 
@@ -48,7 +50,7 @@ class Broker:
     service_id: uuid.UUID
     connections: Connections
     lease_seconds: float
-    listen: str = "127.0.0.1:0"
+    config: BrokerConfig = field(default_factory=BrokerConfig)
 
     def __post_init__(self) -> None:
         self._desks: dict[str, Desk] = {}
@@ -58,7 +60,7 @@ class Broker:
         self._full: dict[str, float] = {}
         self._lock = threading.Lock()
         self._flight: FlightOffers | None = None
-        self._token = token_urlsafe(32)
+        self._tokens: dict[str, str] = {}  # by DSN: who can read one database's must not get the changes of another
         self._intervals: dict[str, float] = {}
         self._shunned: dict[str, float] = {}
         self._deaf_until = 0.0
@@ -77,7 +79,7 @@ class Broker:
                     dsn,
                     self.service_id,
                     self._flight.address,
-                    self._token,
+                    self._tokens.setdefault(dsn, token_urlsafe(32)),
                     self.lease_seconds,
                     self.connections,
                     interval,
@@ -90,9 +92,9 @@ class Broker:
         if time.monotonic() < self._deaf_until:
             return False
         try:
-            self._flight = FlightOffers(self.listen, self._token, self._desk_of)
+            self._flight = FlightOffers(self.config, self._desk_of)
         except (pa.ArrowException, OSError) as error:
-            log.warning("cannot be a broker at %s: %s", self.listen, error)
+            log.warning("cannot be a broker at %s: %s", self.config.listen, error)
             self._deaf_until = time.monotonic() + FULL_SECONDS
             return False
         return True
@@ -103,8 +105,10 @@ class Broker:
         if self._flight is not None:
             self._flight.stop()
 
-    def _desk_of(self, node: str) -> Desk | None:
-        return next((desk for desk in list(self._desks.values()) if desk.node == node and desk.alive), None)
+    def _desk_of(self, token: str) -> Desk | None:
+        """The desk that wrote this token into the catalog of its database."""
+        desks = [desk for desk in list(self._desks.values()) if desk.alive]
+        return next((desk for desk in desks if compare_digest(desk.token.encode(), token.encode())), None)
 
     # -- what an engine asks (Brokers) -------------------------------------------------------------------------------------
 
@@ -122,9 +126,9 @@ class Broker:
         if leader is None or time.monotonic() < self._shunned.get(leader.address, 0.0):
             return None
         if leader.service_id == self.service_id:
-            desk = self._desk_of(node)
-            return desk.offer(consumers, seconds) if desk is not None else None
-        offer = ask_for_offer(leader.address, leader.token, node, consumers, seconds)
+            desk = self._desks.get(dsn)
+            return desk.offer(consumers, seconds) if desk is not None and desk.alive and desk.node == node else None
+        offer = ask_for_offer(leader.address, leader.token, node, consumers, seconds, self.config.ca)
         if offer is None:
             self._shunned[leader.address] = time.monotonic() + SHUN_SECONDS
         return offer

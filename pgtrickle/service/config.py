@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ssl
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+from pgtrickle.catalog.databases import DsnPolicy
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.service.connections import LEAST
 
@@ -26,6 +29,71 @@ class ServerConfig:
     dsn: str
     databases: tuple[str, ...] | None = None
     max_connections: int | None = None  # of ours to it at a time; as many as it takes, if None
+    trusted_owners: tuple[str, ...] = ()  # roles there whose catalogs are served, besides those of ServiceConfig
+
+
+@dataclass(frozen=True)
+class BrokerConfig:
+    """Where a broker offers what it read to other services. Anywhere but on this machine it does so by TLS only."""
+
+    listen: str = "127.0.0.1:0"
+    certificate: Path | None = None  # of the broker and those that signed it, in PEM
+    key: Path | None = None
+    ca: Path | None = None  # whom to trust as signers of other brokers' certificates; the system's roots, if None
+
+    def __post_init__(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ConfigError(f"broker cannot be {self.listen!r}", "It is host:port; port 0 is any free one.")
+        if _is_wildcard(host):
+            raise ConfigError(
+                f"broker cannot be {self.listen!r}: other services connect to the address it names",
+                "Give the address or host name under which they reach this machine.",
+            )
+        if (self.certificate is None) != (self.key is None):
+            raise ConfigError(
+                "broker_certificate and broker_key are needed together", "Both are PEM files in [service]."
+            )
+        if self.certificate is None and not is_loopback(host):
+            raise ConfigError(
+                f"broker cannot listen on {self.listen} without TLS: what it sends could be read on the network",
+                "Set broker_certificate and broker_key in [service], or listen on this machine only: 127.0.0.1:0.",
+            )
+        self._check_files()
+
+    def _check_files(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            if self.certificate is not None:
+                # An empty password: without one, OpenSSL would ask the terminal for that of an encrypted key.
+                context.load_cert_chain(self.certificate, self.key, password="")
+        except OSError as error:
+            raise ConfigError(
+                f"broker_certificate {self.certificate} and broker_key {self.key} cannot be used: {error}",
+                "They are PEM files of a certificate and its private key, which is not encrypted.",
+            ) from error
+        try:
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+        except OSError as error:
+            raise ConfigError(
+                f"broker_ca {self.ca} cannot be used: {error}", "It is a PEM file of trusted certificates."
+            ) from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine only. No host name but localhost counts as one."""
+    try:
+        return ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -36,11 +104,15 @@ class ServiceConfig:
     replica_seconds: float = 30.0  # between looks whether a replica was promoted
     drain_seconds: float = 30.0  # for what runs, when the service is told to end
     http: str | None = "127.0.0.1:9187"
-    broker: str = "127.0.0.1:0"  # where a broker offers what it read to other services
+    broker: BrokerConfig = BrokerConfig()
     log_format: str = "text"
+    trusted_owners: tuple[str, ...] = ()  # roles whose catalogs are served, on all servers and in registered databases
+    dsn_policy: DsnPolicy = field(default_factory=DsnPolicy)  # for DSNs of registered databases
 
 
 _SERVICE_KEYS = {"lease_seconds", "list_seconds", "replica_seconds", "drain_seconds"}
+_LISTS = {"trusted_owners", "dsn_variables", "dsn_options"}
+_BROKER_FILES = {"broker_certificate": "certificate", "broker_key": "key", "broker_ca": "ca"}
 
 
 def load_config(
@@ -48,6 +120,7 @@ def load_config(
     dsn: str | None,
     databases: Sequence[str] = (),
     max_connections: int | None = None,
+    trusted_owners: Sequence[str] = (),
     **given: Any,
 ) -> ServiceConfig:
     """The configuration: the file's, or one server where a DSN is given; flags that are given come first."""
@@ -61,6 +134,7 @@ def load_config(
         _check_budget("--max-connections", max_connections)
         servers = tuple(replace(one, max_connections=max_connections) for one in config.servers)
         config = replace(config, servers=servers)
+    config = replace(config, trusted_owners=(*config.trusted_owners, *trusted_owners))
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
@@ -83,16 +157,23 @@ def _read(path: Path) -> ServiceConfig:
 
 
 def _server(path: Path, name: str, entry: Mapping[str, Any]) -> ServerConfig:
-    unknown = set(entry) - {"dsn", "databases", "max_connections"}
+    unknown = set(entry) - {"dsn", "databases", "max_connections", "trusted_owners"}
     if unknown or not isinstance(entry.get("dsn"), str):
         raise ConfigError(
-            f"{path}: server {name} needs a dsn and may have databases and max_connections",
+            f"{path}: server {name} needs a dsn and may have databases, max_connections and trusted_owners",
             f"Unknown: {', '.join(sorted(unknown))}." if unknown else None,
         )
     databases, most = entry.get("databases"), entry.get("max_connections")
     if most is not None:
         _check_budget(f"{path}: server {name}", most)
-    return ServerConfig(name, entry["dsn"], tuple(databases) if databases is not None else None, most)
+    owners = _names(f"{path}: server {name}", "trusted_owners", entry.get("trusted_owners", []))
+    return ServerConfig(name, entry["dsn"], tuple(databases) if databases is not None else None, most, owners)
+
+
+def _names(where: str, key: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"{where}: {key} cannot be {value!r}", f'It is a list of names: {key} = ["name"].')
+    return tuple(value)
 
 
 def _check_budget(where: str, most: object) -> None:
@@ -104,6 +185,8 @@ def _check_budget(where: str, most: object) -> None:
 
 def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> ServiceConfig:
     changes: dict[str, Any] = {}
+    broker: dict[str, Any] = {}
+    lists: dict[str, tuple[str, ...]] = {}
     for name, value in entry.items():
         if name in _SERVICE_KEYS:
             if not isinstance(value, int | float) or value <= 0:
@@ -111,9 +194,18 @@ def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> Ser
             changes[name] = float(value)
         elif name == "http" and isinstance(value, str):
             changes[name] = value or None
-        elif (name == "broker" and ":" in str(value)) or (name == "log_format" and value in ("text", "json")):
+        elif name == "broker" and isinstance(value, str):
+            broker["listen"] = value
+        elif name in _BROKER_FILES and isinstance(value, str):
+            broker[_BROKER_FILES[name]] = Path(value)
+        elif name == "log_format" and value in ("text", "json"):
             changes[name] = value
+        elif name in _LISTS:
+            lists[name] = _names(f"{path}: [service]", name, value)
         else:
-            known = ", ".join(sorted(_SERVICE_KEYS | {"http", "broker", "log_format"}))
+            others = {"http", "broker", "log_format"} | _LISTS
+            known = ", ".join(sorted(_SERVICE_KEYS | _BROKER_FILES.keys() | others))
             raise ConfigError(f"{path}: [service] cannot have {name} = {value!r}", f"It has {known}.")
-    return replace(config, **changes)
+    policy = DsnPolicy(lists.get("dsn_variables", DsnPolicy.variables), lists.get("dsn_options", DsnPolicy.options))
+    owners = lists.get("trusted_owners", ())
+    return replace(config, broker=BrokerConfig(**broker), trusted_owners=owners, dsn_policy=policy, **changes)

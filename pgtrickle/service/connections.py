@@ -16,7 +16,9 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import make_conninfo
 
-from pgtrickle.engine.connection import connect
+from pgtrickle.catalog.trust import Trust
+from pgtrickle.engine.connection import connect_with_rights
+from pgtrickle.service.turns import ServerLimit
 
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
@@ -25,13 +27,15 @@ GONE_SECONDS = 5.0  # that the server may take to end a session
 LEAST = 4  # the launcher, a scheduler, a worker, and one to spare
 
 
-def open_connection(dsn: str, name: str, database: str | None = None) -> psycopg.Connection[Any]:
-    """A connection to the DSN's database, or to another one of the same server."""
+def open_connection(
+    dsn: str, name: str, database: str | None = None, trust: Trust | None = None
+) -> psycopg.Connection[Any]:
+    """A connection to the DSN's database, or to another one of the same server whose catalog, if any, is to be trusted."""
     target = {"dbname": database} if database is not None else {}
     known = psycopg.conninfo.conninfo_to_dict(dsn)
     alive = {key: value for key, value in _ALIVE.items() if key not in known}
     conninfo = make_conninfo(dsn, application_name=f"pgtrickle {name}", **target, **alive)
-    return connect(conninfo)
+    return connect_with_rights(conninfo, (trust or Trust()) if database is not None else None)
 
 
 def close_and_wait(conn: psycopg.Connection[Any]) -> None:
@@ -50,9 +54,10 @@ def close_and_wait(conn: psycopg.Connection[Any]) -> None:
 class Budget:
     """How many connections to one server there may be; None for as many as it takes."""
 
-    def __init__(self, dsn: str, most: int | None = None) -> None:
+    def __init__(self, dsn: str, most: int | None = None, trust: Trust | None = None) -> None:
         self.dsn = dsn
         self.most = most
+        self.trust = trust
         self._open = 0
         self._resting: list[psycopg.Connection[Any]] = []  # the one that rested longest first
         self._changed = threading.Condition()
@@ -64,6 +69,10 @@ class Budget:
         """One more worker has a connection in use."""
         with self._workers if self._workers is not None else nullcontext():
             yield
+
+    def limit(self, server: str) -> ServerLimit | None:
+        """How many workers find a connection."""
+        return ServerLimit(server, self.most - 2) if self.most is not None else None
 
     @property
     def bounded(self) -> bool:
@@ -79,7 +88,7 @@ class Budget:
         if given_up is not None:
             close_and_wait(given_up)
         try:
-            return open_connection(self.dsn, name, database)
+            return open_connection(self.dsn, name, database, self.trust)
         except BaseException:
             self._gone()
             raise
@@ -129,6 +138,7 @@ class Seat:
         self._name = name
         self._database = database
         self._conn: psycopg.Connection[Any] | None = None
+        self._given_up = False
         self.opened = 0  # times
 
     @property
@@ -144,12 +154,14 @@ class Seat:
     @property
     def broken(self) -> bool:
         """Whether it was lost, not given up."""
-        return self._conn is None or (not self._budget.bounded and (self._conn.closed or self._conn.broken))
+        if self._conn is None:
+            return not self._given_up
+        return not self._budget.bounded and (self._conn.closed or self._conn.broken)
 
     @contextmanager
     def use(self) -> Iterator[psycopg.Connection[Any]]:
         if self._conn is None or (self._budget.bounded and not self._budget.resume(self._conn)):
-            self._conn = None
+            self._conn, self._given_up = None, False
             self._conn = self._budget.open(self._name, self._database)
             self.opened += 1
         try:
@@ -157,6 +169,11 @@ class Seat:
         finally:
             if self._budget.bounded:
                 self._budget.rest(self._conn)
+
+    def give_up(self) -> None:
+        """Close it until it is used again."""
+        self.close()
+        self._given_up = True
 
     def close(self) -> None:
         if self._conn is not None and (not self._budget.bounded or self._budget.resume(self._conn)):

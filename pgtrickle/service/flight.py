@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 from pyarrow import flight
 
 from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.engine.offers import Offer, Offered
+from pgtrickle.service.config import BrokerConfig, is_loopback
 
 if TYPE_CHECKING:
     from pgtrickle.service.desk import Desk
@@ -21,15 +23,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("pgtrickle.broker")
 
 LATE = 1.0  # seconds that an answer may take beyond the time to wait for it
+PLAIN, TLS = "grpc", "grpc+tls"
 
 
 class FlightOffers:
-    """The server: who knows the token, which is kept in the catalog of the database that is read, gets what was read."""
+    """The server: who knows the token that is kept in the catalog of a database gets what was read there, and only there.
 
-    def __init__(self, listen: str, token: str, desk_of: Callable[[str], Desk | None]) -> None:
-        host, _, port = listen.rpartition(":")
-        self._server = _Server(f"grpc://{host}:{port}", token, desk_of)
-        self.address = f"{host}:{self._server.port}"
+    `desk_of` gives the desk of a token.
+    """
+
+    def __init__(self, config: BrokerConfig, desk_of: Callable[[str], Desk | None]) -> None:
+        host, _, port = config.listen.rpartition(":")
+        scheme, pairs = PLAIN, []
+        if config.certificate is not None and config.key is not None:
+            scheme, pairs = TLS, [(config.certificate.read_bytes(), config.key.read_bytes())]
+        self._server = _Server(f"{scheme}://{host}:{port}", pairs, desk_of)
+        self.address = f"{scheme}://{host}:{self._server.port}"
         self._thread = threading.Thread(target=self._server.serve, name="pgtrickle-broker-offers", daemon=True)
         self._thread.start()
 
@@ -39,37 +48,51 @@ class FlightOffers:
 
 
 class _Server(flight.FlightServerBase):  # type: ignore[misc]
-    def __init__(self, location: str, token: str, desk_of: Callable[[str], Desk | None]) -> None:
-        super().__init__(location)
-        self._token = token
+    def __init__(
+        self,
+        location: str,
+        certificates: Sequence[tuple[bytes, bytes]],
+        desk_of: Callable[[str], Desk | None],
+    ) -> None:
+        super().__init__(location, tls_certificates=list(certificates))
         self._desk_of = desk_of
 
     def do_action(self, context: Any, action: flight.Action) -> list[flight.Result]:
-        asked = self._asked(action.body.to_pybytes())
-        desk = self._desk_of(asked["node"])
-        offer = desk.offer(asked["consumers"], asked["seconds"]) if desk is not None else None
+        desk, asked = self._asked(action.body.to_pybytes())
+        offer = desk.offer(asked["consumers"], asked["seconds"])
         return [flight.Result(pa.py_buffer(json.dumps(_written(offer)).encode()))]
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.RecordBatchStream:
-        asked = self._asked(ticket.ticket)
-        desk = self._desk_of(asked["node"])
-        rows = desk.rows(asked["number"], asked["source"]) if desk is not None else None
+        desk, asked = self._asked(ticket.ticket)
+        rows = desk.rows(asked["number"], asked["source"])
         if rows is None:
             raise flight.FlightUnavailableError("that cut is over")
         return flight.RecordBatchStream(rows)
 
-    def _asked(self, body: bytes) -> dict[str, Any]:
+    def _asked(self, body: bytes) -> tuple[Desk, dict[str, Any]]:
         asked: dict[str, Any] = json.loads(body)
-        if not hmac.compare_digest(str(asked.pop("token", "")), self._token):
-            raise flight.FlightUnauthenticatedError("the token is not this broker's")
-        return asked
+        desk = self._desk_of(str(asked.get("token", "")))
+        if desk is None or desk.node != asked.get("node"):
+            raise flight.FlightUnauthenticatedError("the token is not this broker's for that database")
+        return desk, asked
 
 
-def ask_for_offer(address: str, token: str, node: str, consumers: Sequence[str], seconds: float) -> Offer | None:
-    """The offer of a broker in another process; None where there is none in time."""
+def ask_for_offer(
+    address: str, token: str, node: str, consumers: Sequence[str], seconds: float, ca: Path | None = None
+) -> Offer | None:
+    """The offer of a broker in another process; None where there is none in time, or the broker cannot be trusted.
+
+    The token is sent in plain text to this machine only. By TLS the broker's certificate must be signed by one of the CA file,
+    or of the system's roots without one.
+    """
     body = json.dumps({"token": token, "node": node, "consumers": list(consumers), "seconds": seconds})
+    location = urlsplit(address)
+    if location.scheme != TLS and not is_loopback(location.hostname or ""):
+        log.warning("the broker at %s is not asked: its address is another machine's and not encrypted", address)
+        return None
     try:
-        with flight.connect(f"grpc://{address}") as client:
+        roots = {"tls_root_certs": ca.read_bytes()} if ca is not None and location.scheme == TLS else {}
+        with flight.connect(address, **roots) as client:
             options = flight.FlightCallOptions(timeout=seconds + LATE)
             (result,) = client.do_action(flight.Action("offer", body.encode()), options)
             found = json.loads(result.body.to_pybytes())

@@ -13,25 +13,29 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from pgtrickle.catalog.install import installed_version, latest_version
+from pgtrickle.catalog.trust import Trust
 from pgtrickle.engine.beside import Beside
+from pgtrickle.errors import UntrustedCatalogError
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.connections import Budget
+from pgtrickle.service.obstacles import DISABLED, NOT_INSTALLED, find_obstacle, is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
-from pgtrickle.service.settings import Settings, read_settings
+from pgtrickle.service.settings import Settings
 from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.launcher")
 
 _DATABASES = (
-    "SELECT datname FROM pg_database WHERE datallowconn AND NOT datistemplate"
-    " AND has_database_privilege(datname, 'CONNECT') ORDER BY oid"
+    "SELECT datname FROM pg_catalog.pg_database WHERE datallowconn AND NOT datistemplate"
+    " AND pg_catalog.has_database_privilege(datname, 'CONNECT')"
 )
 LONGEST_BACKOFF = 60.0
+FIRST_RETRY, LONGEST_RETRY = 0.5, 5.0  # seconds between attempts to reach a server
+LEAST_PAUSE = 0.2  # between two rounds
 
 
 @dataclass
@@ -45,6 +49,11 @@ class Watched:
     told: str | None = None  # what its own health shows
     attempts: int = 0  # that failed, one after the other
     not_before: float = 0.0
+
+    @property
+    def served(self) -> bool:
+        """Whether a scheduler looks after it and has done so at least once."""
+        return self.scheduler is not None and self.scheduler.alive and self.scheduler.ticked
 
 
 @dataclass
@@ -65,9 +74,11 @@ class Launcher:
     rounds: int = 0
 
     def __post_init__(self) -> None:
-        self.budget = Budget(self.server.dsn, self.server.max_connections)
+        self.trust = Trust(frozenset({*self.config.trusted_owners, *self.server.trusted_owners}))
+        self.budget = Budget(self.server.dsn, self.server.max_connections, self.trust)
         self.pulse = Pulse()
         self._stop = threading.Event()
+        self._news = threading.Event()  # a scheduler serves its database, or has ended
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-launcher-{self.server.name}", daemon=True)
 
     def start(self) -> None:
@@ -76,12 +87,14 @@ class Launcher:
     def drain(self) -> None:
         """Start nothing new."""
         self._stop.set()
+        self._news.set()
         for watched in list(self.databases.values()):
             if watched.scheduler is not None:
                 watched.scheduler.draining = True
 
     def stop(self, seconds: float) -> None:
         self._stop.set()
+        self._news.set()
         self._thread.join(seconds)
         schedulers = [watched.scheduler for watched in self.databases.values() if watched.scheduler is not None]
         for scheduler in schedulers:
@@ -90,22 +103,44 @@ class Launcher:
         for scheduler in schedulers:
             scheduler.join(max(0.0, deadline - time.monotonic()))
 
+    @property
+    def unserved(self) -> dict[str, str]:
+        """Databases that should be served and are not, with the reason.
+
+        Databases without a catalog count only if the configuration names them, databases that are switched off never.
+        """
+        if self.in_recovery or self.problem is not None or self.rounds == 0:
+            return {}
+        named = set(self.server.databases or ())
+        found = dict.fromkeys(named, "there is no such database, or the role of the DSN may not connect to it")
+        for name, watched in list(self.databases.items()):
+            reason = watched.problem or "its scheduler is starting"
+            found.pop(name, None)
+            if not watched.served and reason != DISABLED and (reason != NOT_INSTALLED or name in named):
+                found[name] = reason
+        return found
+
     def _run(self) -> None:
+        retry = FIRST_RETRY
         while not self._stop.is_set():
             try:
                 with self.budget.using("launcher") as conn:
+                    retry = FIRST_RETRY
                     self._watch(conn)
+                self._await_news(self.config.list_seconds)
             except psycopg.OperationalError as error:
                 self._tell(f"the server cannot be reached: {_first_line(error)}")
-                self._stop.wait(min(self.config.list_seconds, LONGEST_BACKOFF))
+                self._stop.wait(min(retry, self.config.list_seconds))
+                retry = min(2 * retry, LONGEST_RETRY)
             except Exception as error:
                 self._tell(f"the server cannot be watched: {_first_line(error)}")
                 log.exception("launcher failed", extra={"server": self.server.name})
                 self._stop.wait(self.config.list_seconds)
 
     def _watch(self, conn: psycopg.Connection[Any]) -> None:
+        """Look after the databases of the server until told to stop, or to leave the connection's own database alone."""
         while not self._stop.is_set():
-            row = conn.execute("SELECT pg_is_in_recovery()").fetchone()
+            row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
             recovering = row == (True,)
             if recovering != self.in_recovery:
                 log.info(
@@ -122,16 +157,37 @@ class Launcher:
             names = {row[0] for row in conn.execute(_DATABASES)}
             self._keep(names if self.server.databases is None else names & set(self.server.databases))
             self.rounds += 1
+            if self._is_released(conn.info.dbname):
+                return
             self._pause(conn, self.config.list_seconds)
+
+    def _is_released(self, name: str) -> bool:
+        """Whether no connection to a database is wanted: it is paused, and nothing runs there."""
+        watched = self.databases.get(name)
+        return watched is not None and watched.scheduler is not None and watched.scheduler.released
 
     def _pause(self, conn: psycopg.Connection[Any], seconds: float) -> None:
         """Until the databases are listed again. Those that have no connection meanwhile are watched from here."""
         deadline = time.monotonic() + seconds
-        while self.budget.bounded and not self._stop.wait(min(PULSE_SECONDS, deadline - time.monotonic())):
-            if time.monotonic() >= deadline:
+        while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            if self._await_news(min(left, PULSE_SECONDS) if self.budget.bounded else left):
                 return
-            self.pulse.look(conn)
-        self._stop.wait(deadline - time.monotonic())
+            if self.budget.bounded:
+                self.pulse.look(conn)
+
+    def _await_news(self, seconds: float) -> bool:
+        """Whether a round is due before that time: a scheduler serves or has ended, or one is to be tried again."""
+        retries = [
+            watched.not_before
+            for watched in self.databases.values()
+            if watched.scheduler is None and watched.problem != NOT_INSTALLED
+        ]
+        retry = max(LEAST_PAUSE, min(retries, default=float("inf")) - time.monotonic())
+        if not self._news.wait(min(seconds, retry)):
+            return retry <= seconds
+        self._news.clear()
+        self._stop.wait(LEAST_PAUSE)
+        return True
 
     def _keep(self, names: set[str]) -> None:
         """A scheduler for each of these databases that wants one, and for no other."""
@@ -144,10 +200,11 @@ class Launcher:
             watched = self.databases.setdefault(name, Watched())
             if self._stop.is_set():
                 return
-            if watched.scheduler is not None and watched.scheduler.alive and time.monotonic() > watched.not_before:
-                if watched.problem is not None:
-                    log.info("served again", extra=self._about(name))
-                watched.attempts, watched.problem, watched.crash, watched.told = 0, None, None, None  # it has lasted
+            if watched.served and watched.problem is not None:
+                log.info("served again", extra=self._about(name))
+                watched.problem = None
+            if watched.served and time.monotonic() > watched.not_before:
+                watched.attempts, watched.crash, watched.told = 0, None, None  # it has lasted
             if watched.scheduler is not None and not watched.scheduler.alive:
                 self._ended(name, watched, watched.scheduler)
             if watched.scheduler is None and time.monotonic() >= watched.not_before:
@@ -159,26 +216,34 @@ class Launcher:
             watched.not_before = 0.0  # it did not crash: the next one may begin at once
             return
         assert watched.tended is not None
-        watched.tended.counters.crashes += 1
         error, former = scheduler.failure, watched.problem
+        explained = is_explained(error, self.budget, name)
+        if explained and not isinstance(error, psycopg.OperationalError):
+            watched.not_before = 0.0  # the next attempt tells why it is not served
+            return
+        watched.tended.counters.crashes += 1
         self._postpone(name, watched, f"its scheduler ended: {_first_line(error)}")
         watched.crash = watched.problem if watched.attempts > 1 else None  # one may be a restart of the server
-        if watched.problem != former and not isinstance(error, psycopg.OperationalError):
+        if watched.problem != former and not explained:
             log.error("a scheduler crashed", extra=self._about(name), exc_info=error)
 
     def _try(self, name: str, watched: Watched) -> None:
         """Start a scheduler if the database has a catalog that this release knows, and is not switched off."""
         try:
             with self.budget.using("launcher", name) as conn:
-                obstacle = _obstacle(conn)
+                obstacle = find_obstacle(conn, self.budget)
                 crowded = self._crowded()
                 if obstacle is None:
                     _tell_health(conn, watched, crowded or watched.crash)
+        except UntrustedCatalogError as error:
+            obstacle, crowded = f"{error.message}. {error.hint}", None
         except psycopg.Error as error:
             self._postpone(name, watched, f"it cannot be reached: {_first_line(error)}")
             return
         if obstacle is not None:
-            if watched.problem != obstacle and obstacle != NOT_INSTALLED:
+            if watched.problem != obstacle and obstacle == NOT_INSTALLED and watched.tended is not None:
+                log.info("no longer served: its pgtrickle catalog was removed", extra=self._about(name))
+            elif watched.problem != obstacle and obstacle != NOT_INSTALLED:
                 log.warning("not served: %s", obstacle, extra=self._about(name))
             watched.problem = obstacle
             # Most databases of a server may have nothing to do with us: looked at more and more seldom.
@@ -199,9 +264,15 @@ class Launcher:
                 beside=self.beside,
                 broker=self.broker,
             )
-            watched.tended = Tended(f"{self.server.name}/{name}", workers)
+            watched.tended = Tended(f"{self.server.name}/{name}", workers, self.budget.limit(self.server.name))
         watched.scheduler = Scheduler(
-            watched.tended, self.pool, self.config.lease_seconds, self.watch, self.on_settings, self.pulse
+            watched.tended,
+            self.pool,
+            self.config.lease_seconds,
+            self.watch,
+            self.on_settings,
+            self.pulse,
+            on_news=self._news.set,
         )
         watched.scheduler.start()
         if watched.problem is None or watched.attempts == 0:
@@ -209,9 +280,11 @@ class Launcher:
         watched.not_before = time.monotonic() + LONGEST_BACKOFF  # until then it may be crashing again and again
 
     def _crowded(self) -> str | None:
-        most = max((settings.most_databases for settings in self.settings), default=0)
-        served = sum(other.scheduler is not None for other in self.databases.values())
-        return f"pg_trickle.max_databases is {most}" if most and served >= most else None
+        served = [one.tended.settings for one in self.databases.values() if one.scheduler is not None and one.tended]
+        limits = [settings.most_databases if settings is not None else 0 for settings in served]
+        if not limits or not all(limits) or len(served) < max(limits):
+            return None  # the owner of one database cannot limit the others: all that are served have to say so
+        return f"pg_trickle.max_databases is {max(limits)}"
 
     def _postpone(self, name: str, watched: Watched, problem: str) -> None:
         if watched.problem != problem:
@@ -233,24 +306,6 @@ class Launcher:
 
     def _about(self, name: str) -> dict[str, str]:
         return {"server": self.server.name, "database": name}
-
-
-NOT_INSTALLED = "it has no pgtrickle catalog"
-
-
-def _obstacle(conn: psycopg.Connection[Any]) -> str | None:
-    """Why a database is not served; None if it is."""
-    version = installed_version(conn)
-    if version is None:
-        return NOT_INSTALLED
-    if version != latest_version():
-        which = "older" if version < latest_version() else "newer"
-        return f"its catalog has version {version}, {which} than this release's {latest_version()}: run `pgtrickle upgrade`"
-    if conn.execute("SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')").fetchone() != (True,):
-        return f"role {conn.info.user} is not the service's: `pgtrickle install --service-role {conn.info.user}`"
-    if not read_settings(conn).enabled:
-        return "pg_trickle.enabled is off"
-    return None
 
 
 def _tell_health(conn: psycopg.Connection[Any], watched: Watched, problem: str | None) -> None:

@@ -1,58 +1,22 @@
-"""The workers of the service, shared by all databases: who is next, and who must wait."""
+"""The workers of the service, shared by all databases."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from pgtrickle.service.units import Unit
-
-# Under this share of busy workers a database may use more than its quota.
-CROWDED = 0.8
-BURST = 1.5
-
-
-@dataclass(frozen=True)
-class Share:
-    """How many workers a database may use."""
-
-    cap: int  # at most, whatever else happens
-    quota: int = 0  # guaranteed while others want workers too; 0 for no quota
-
-    def allows(self, running: int, busy: int, size: int) -> bool:
-        """Whether a database with so many running may start one more."""
-        if running >= self.cap or busy >= size:
-            return False
-        if self.quota == 0:
-            return True
-        crowded = busy >= CROWDED * size
-        return running < (self.quota if crowded else math.ceil(self.quota * BURST))
-
-
-@dataclass
-class Task:
-    """A unit that waits for a worker or is being done."""
-
-    database: str
-    unit: Unit
-    share: Share
-    work: Callable[[int], None]  # called with the number of the worker
-    enqueued: float = field(default_factory=time.monotonic)
+from pgtrickle.service.turns import Task, Turns
 
 
 class Pool:
-    """Workers as threads. Each takes the most urgent task whose database may have one more worker.
-
-    Of equally urgent ones the database with the fewest workers comes first, then who waits longest: nobody starves.
-    """
+    """Workers as threads. Each takes the task whose turn it is."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._waiting: list[Task] = []
         self._running: dict[int, Task] = {}
+        self._turns = Turns()
         self._changed = threading.Condition()
         self._stopping = False
         self._threads: dict[int, threading.Thread] = {}
@@ -72,6 +36,12 @@ class Pool:
     def resize(self, size: int) -> None:
         with self._changed:
             self._size = size
+            self._changed.notify_all()
+
+    def know(self, database: str, owners: Iterable[int]) -> None:
+        """Who has stream tables in a database; none when it is no longer served."""
+        with self._changed:
+            self._turns.know(database, owners)
             self._changed.notify_all()
 
     def submit(self, task: Task) -> None:
@@ -120,6 +90,7 @@ class Pool:
                     task = self._next(number)
                 self._waiting.remove(task)
                 self._running[number] = task
+                self._turns.begun(task)
             try:
                 task.work(number)
             finally:
@@ -130,8 +101,4 @@ class Pool:
     def _next(self, number: int) -> Task | None:
         if self._stopping or number >= self._size:
             return None
-        running: dict[str, int] = {}
-        for task in self._running.values():
-            running[task.database] = running.get(task.database, 0) + 1
-        free = [t for t in self._waiting if t.share.allows(running.get(t.database, 0), len(self._running), self._size)]
-        return min(free, key=lambda t: (t.unit.priority, running.get(t.database, 0), t.enqueued), default=None)
+        return self._turns.choose(self._waiting, self._running.values(), self._size, time.monotonic())

@@ -6,7 +6,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -19,17 +20,21 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.citus import Cluster
-from pgtrickle.engine.connection import be_pooled
+from pgtrickle.engine.connection import be_pooled, limit_waits
 from pgtrickle.engine.elsewhere import Elsewhere
+from pgtrickle.engine.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.engine.lease import Lease
 from pgtrickle.engine.reach import dsn_from, is_node
 from pgtrickle.engine.sets import Sets
 from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag
-from pgtrickle.service.pool import Pool, Task
+from pgtrickle.service.obstacles import is_explained
+from pgtrickle.service.pool import Pool
 from pgtrickle.service.pulse import Pulse
 from pgtrickle.service.settings import Settings, read_settings
+from pgtrickle.service.ticks import Tick, thinned
+from pgtrickle.service.turns import ServerLimit, Task
 from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.wake import Waker
 from pgtrickle.service.watch import Watch
@@ -43,6 +48,11 @@ AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
 LOOK_SECONDS = 1.0  # between two that are written down
+PAUSED_SECONDS = 3.0  # between two looks at a database that is paused
+PAUSE_SECONDS = 0.1  # between two ticks, at least: everybody can notify
+LOCK_TIMEOUT, STATEMENT_TIMEOUT = "5s", "10min"
+STEP_LOCK_TIMEOUT = "500ms"  # of what a tick can do without
+_HELD_UP = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)
 
 
 @dataclass
@@ -64,11 +74,13 @@ class Tended:
 
     name: str  # among all servers
     workers: Workers
+    limit: ServerLimit | None = None  # where the server has a budget of connections
     busy: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
     settings: Settings | None = None
-    lost: list[int] = field(default_factory=list)  # jobs whose worker could not say what became of them
+    # Jobs whose worker could not say what became of them, and the errors that ended it.
+    lost: list[tuple[int, Exception]] = field(default_factory=list)
 
 
 @dataclass
@@ -81,7 +93,10 @@ class Scheduler:
     watch: Watch = field(default_factory=Watch)
     on_settings: Callable[[], None] = lambda: None
     pulse: Pulse = field(default_factory=Pulse)
+    on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
     draining: bool = False  # start nothing new
+    ticked: bool = False  # at least once
+    released: bool = False  # paused, and without a connection but for a moment now and then
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -92,16 +107,21 @@ class Scheduler:
         self._seat = Seat(self.workers.budget, "scheduler", self.database)
         self._stop = threading.Event()
         self._waker: Waker | None = None  # while it runs
+        self._unsettled = False  # a schedule that somebody's lock kept from being settled
+        self._paused = False
         self._hungry = False  # something is due and cannot be begun before something else ends
         self._dag = Dag()
+        self._owners: dict[int, int] = {}
         self._known: dict[int, datetime] = {}
         self._others: dict[str, str] = {}  # databases that stream tables here read, with their DSNs
         self._told_looks: dict[str, tuple[float, str | None]] = {}
         self._looked = 0.0
         self._hears = False  # whether a NOTIFY is heard here
         self._told_wrong: dict[str, str] = {}
+        self._held_up: set[str] = set()  # steps that somebody's lock keeps from being done
         self._alerted: set[str] = set()
         self._told_settings: Mapping[str, str] = {}
+        self._ticks: list[Tick] = []  # newest first
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
         self._settling = False  # sets of databases, at this moment
@@ -135,28 +155,35 @@ class Scheduler:
         finally:
             self.pulse.heed(self.database, None)
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
+            self.pool.know(self.tended.name, ())
             self._seat.close()
             self.workers.close_idle(0)
+            self.on_news()
 
     def _serve(self, waker: Waker) -> None:
         with self._seat.use() as conn:
-            attached = read_settings(
-                conn
-            ).attached  # at once: what changes later must be noticed, for this session has it
+            settings = read_settings(conn)
+            attached = settings.attached  # at once: what changes later must be noticed, for this session has it
             lease = Lease(conn, self.service_id, "service", self.lease_seconds)
             lease.ensure()
             self._begin(conn)
-        listening = 0  # the connection that does
+        listening = limited = 0  # the connection that does, and is
         try:
             while not self._stop.is_set():
                 begin = time.monotonic()
-                with self._seat.use() as conn:
+                due_in = math.inf
+                with self._seat.use() as conn, self._unless_held_up("the tick"):
+                    if self._seat.opened != limited:
+                        limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
+                        limited = self._seat.opened
                     settings = read_settings(conn)
                     if settings.attached != attached:
                         log.info("settings were attached anew: reconnecting", extra={"database": self.database})
                         raise ReconnectError
                     if not settings.enabled:
                         return
+                    self._paused = settings.paused
+                    self.released = self.released and settings.paused
                     if settings.pooler == "transaction":
                         be_pooled(conn)
                     self._hears = settings.listens(conn)
@@ -167,12 +194,42 @@ class Scheduler:
                     due_in = self.tick(conn, settings)
                 self.counters.ticks += 1
                 self.counters.tick_seconds += time.monotonic() - begin
+                self._tell_ticked()
+                if settings.paused and self._release(waker):
+                    continue
                 self._wait(waker, settings, min(begin + self._pace(settings), time.monotonic() + due_in))
+                self._stop.wait(begin + PAUSE_SECONDS - time.monotonic())
         finally:
             if not self._busy and not self._seat.broken:
                 with self._seat.use() as conn:
                     lease.conn = conn
                     lease.end()
+
+    def _tell_ticked(self) -> None:
+        if not self.ticked:
+            self.ticked = True
+            self.on_news()
+
+    def _release(self, waker: Waker) -> bool:
+        """Give up all connections for a while if nothing runs: who paused a database may want to copy or rename it."""
+        with self._lock:
+            if self._busy:
+                return False
+        self.watch.leave(self.tended.name)
+        self.workers.close_idle(0)
+        self._seat.give_up()
+        if not self.released:
+            self.released = True
+            self.on_news()
+        while not self._stop.is_set():
+            waker.sleep(None, min(PAUSED_SECONDS, self.lease_seconds / 3))
+            try:
+                with self._seat.use():
+                    return True
+            except psycopg.OperationalError:
+                # Being copied or renamed, perhaps, which keeps connections waiting.
+                self._seat.give_up()
+        return True
 
     def _pace(self, settings: Settings) -> float:
         """Seconds between two ticks. A database without a connection of its own is looked at when it was written to."""
@@ -192,7 +249,37 @@ class Scheduler:
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
             (self.service_id,),
         )
-        conn.execute("SELECT pgtrickle._settle_schedules()")
+        with self._step(conn, "what a copy of a database has of the original"):
+            row = conn.execute("SELECT pgtrickle._settle_copy()").fetchone()
+            if row is not None and row[0] is not None:
+                log.warning("it is a copy of database %s", row[0], extra={"database": self.database})
+        self._settle_schedules(conn)
+
+    def _settle_schedules(self, conn: psycopg.Connection[Any]) -> None:
+        self._unsettled = True
+        with self._step(conn, "schedules"):
+            row = conn.execute("SELECT pgtrickle._settle_schedules()").fetchone()
+            self._unsettled = row is not None and row[0]
+
+    @contextmanager
+    def _step(self, conn: psycopg.Connection[Any], what: str) -> Iterator[None]:
+        """Something that a tick can do without. Where somebody's lock is in the way it is done another time."""
+        with self._unless_held_up(what), conn.transaction():
+            conn.execute(f"SET LOCAL lock_timeout TO '{STEP_LOCK_TIMEOUT}'")
+            conn.execute(f"SET LOCAL statement_timeout TO '{STATEMENT_TIMEOUT}'")
+            yield
+
+    @contextmanager
+    def _unless_held_up(self, what: str) -> Iterator[None]:
+        """Go on if a lock or a timeout ended it, and say so once."""
+        try:
+            yield
+        except _HELD_UP as error:
+            if what not in self._held_up:
+                log.warning("tried again later: %s", what, extra={"database": self.database, "error": str(error)})
+            self._held_up.add(what)
+        else:
+            self._held_up.discard(what)
 
     def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
         """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
@@ -200,7 +287,7 @@ class Scheduler:
             if waker.sleep(self._seat.held, min(left, self._beat_seconds)):
                 return
             if deadline - time.monotonic() > 0:
-                with self._seat.use() as conn:
+                with self._seat.use() as conn, self._unless_held_up("the sign of life"):
                     self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
@@ -214,6 +301,8 @@ class Scheduler:
         self._beat(conn, settings)
         if not settings.paused and not self.draining:
             self._settle_cron(conn)
+            if self._unsettled:
+                self._settle_schedules(conn)
             found = self._due(conn, settings)
             due = [item for item in found if item.due_in == 0]
             due_in = min((item.due_in for item in found if item.due_in > 0), default=due_in)
@@ -240,11 +329,11 @@ class Scheduler:
     def _look_elsewhere(self, conn: psycopg.Connection[Any], settings: Settings) -> dict[str, list[Any]]:
         """What was last seen of the databases that stream tables here read."""
         looks = self.watch.looks(self.tended.name, self._others, settings.interval, self._wake)
-        active = [(name, source, xid) for name, look in looks.items() for source, xid in look.active]
+        active = [(name, *change) for name, look in looks.items() for change in look.active]
         seen: dict[str, list[Any]] = {
-            "databases": [name for name, _, _ in active],
-            "names": [source for _, source, _ in active],
-            "xids": [xid for _, _, xid in active],
+            "databases": [name for name, _, _, _ in active],
+            "names": [source for _, source, _, _ in active],
+            "xids": [xid for _, _, xid, _ in active],
         }
         told = {name: (look.at, look.problem) for name, look in looks.items()}
         if told and (told != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
@@ -256,8 +345,10 @@ class Scheduler:
                 "active": seen["databases"],
                 "names": seen["names"],
                 "xids": seen["xids"],
+                "since": [since for _, _, _, since in active],
             }
-            conn.execute(load_query("looked"), parameters)
+            with self._step(conn, "looks at other databases"):
+                conn.execute(load_query("looked"), parameters)
         return seen
 
     def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
@@ -272,7 +363,7 @@ class Scheduler:
         self._audit_from += AUDITED
         rows = conn.execute(load_query("audit"), {"ids": some}).fetchall()
         return [
-            Due(row[0], False, self._known[row[0]], 0.0, True, "hot")  # in this database
+            Due(row[0], False, self._known[row[0]], 0.0, True, "hot", owner=self._owners.get(row[0]), proven=False)
             for row in rows
             if row[0] not in known and row[0] not in self._busy
         ]
@@ -281,18 +372,24 @@ class Scheduler:
         upstream: dict[int, list[int]] = {}
         tables: dict[int, list[str]] = {}
         asked: dict[int, str] = {}
+        owners: dict[int, int] = {}
         self._known = {}
+        self._settle_schedules(conn)  # of those that are as fresh as their readers need it
         with conn.cursor(row_factory=dict_row) as cursor:
             for row in cursor.execute(load_query("dag")):
                 self._known[row["pgt_id"]] = row["updated_at"]
                 upstream.setdefault(row["pgt_id"], [])
+                if row["owner"] is not None:  # its table was not dropped
+                    owners[row["pgt_id"]] = row["owner"]
                 if row["refresh_group"] is not None:
                     asked[row["pgt_id"]] = row["refresh_group"]
                 if row["upstream"] is not None:
                     upstream[row["pgt_id"]].append(row["upstream"])
                 elif row["source"] is not None:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
-        self._dag = Dag.of(upstream, tables, asked)
+        self._dag = Dag.of(upstream, tables, asked, owners)
+        self._owners = owners
+        self.pool.know(self.tended.name, owners.values())
         self.workers.plans.keep(self._known)
         self._load_others(conn, settings)
 
@@ -312,18 +409,31 @@ class Scheduler:
         """Say when those with a cron schedule are due next, after each refresh."""
         rows = conn.execute(
             "SELECT pgt_id, schedule, session_settings ->> 'TimeZone' FROM pgtrickle.pgt_stream_tables"
-            " WHERE every IS NULL AND next_due = 'infinity'"
+            " WHERE every IS NULL AND next_due = 'infinity' AND (status <> 'SUSPENDED' OR status_reason IS NULL)"
+            " FOR NO KEY UPDATE SKIP LOCKED"  # many that somebody has locked must not take their time one by one
         ).fetchall()
         for pgt_id, schedule, timezone in rows:
-            try:
-                due = next_time(schedule, timezone or "UTC", datetime.now(UTC))
-            except ScheduleError as error:
-                conn.execute(
-                    "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = %s",
-                    (str(error), pgt_id),
-                )
-                continue
-            conn.execute("UPDATE pgtrickle.pgt_stream_tables SET next_due = %s WHERE pgt_id = %s", (due, pgt_id))
+            with self._step(conn, "cron schedules"):
+                try:
+                    due = next_time(schedule, timezone or "UTC", datetime.now(UTC))
+                except ScheduleError as error:
+                    self._suspend(conn, pgt_id, str(error))
+                else:
+                    conn.execute(
+                        "UPDATE pgtrickle.pgt_stream_tables SET next_due = %s WHERE pgt_id = %s", (due, pgt_id)
+                    )
+
+    def _suspend(self, conn: psycopg.Connection[Any], pgt_id: int, reason: str) -> None:
+        """One stream table cannot be scheduled; the others go on."""
+        log.warning("suspended: %s", reason, extra={"database": self.database, "pgt_id": pgt_id})
+        conn.execute(
+            "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s, alerted = 'SUSPENDED'"
+            " WHERE pgt_id = %s",
+            (reason, pgt_id),
+        )
+        remedy = "SELECT pgtrickle.alter_stream_table(name, schedule => …, status => 'ACTIVE')"
+        details = Jsonb({"reason": reason, "remedy": remedy})
+        conn.execute("SELECT pgtrickle._emit('auto_suspended', %s, %s)", (pgt_id, details))
 
     def _dispatch(self, conn: psycopg.Connection[Any], units: Sequence[Unit], settings: Settings) -> None:
         for unit in units:
@@ -334,7 +444,9 @@ class Scheduler:
             assert row is not None
             with self._lock:
                 self._busy.update(unit.ids)
-            self.pool.submit(Task(self.tended.name, unit, settings.share, self._work(row[0], unit, settings)))
+            self.pool.submit(
+                Task(self.tended.name, unit, settings.share, self._work(row[0], unit, settings), self.tended.limit)
+            )
 
     def _work(self, job: int, unit: Unit, settings: Settings) -> Callable[[int], None]:
         def work(number: int) -> None:
@@ -347,9 +459,13 @@ class Scheduler:
                 self.counters.rows += sum(result.rows_inserted + result.rows_deleted for result in outcome.results)
             except Exception as error:
                 # The engine has written down what it could. What is due stays due.
-                log.warning("a worker failed", extra={"database": self.database, "error": str(error)}, exc_info=True)
+                log.warning(
+                    "a worker failed",
+                    extra={"database": self.database, "error": str(error).strip()},
+                    exc_info=not is_explained(error, self.workers.budget, self.database),
+                )
                 self.counters.failures += len(unit.ids)
-                self.tended.lost.append(job)
+                self.tended.lost.append((job, error))
             finally:
                 self._forget([unit])
 
@@ -359,8 +475,8 @@ class Scheduler:
         with self._lock:
             for unit in units:
                 self._busy.difference_update(unit.ids)
-            hungry = self._hungry
-        if hungry:
+            awaited = self._hungry or (self._paused and not self._busy)
+        if awaited:
             self._wake()
 
     def _wake(self) -> None:
@@ -381,9 +497,14 @@ class Scheduler:
             "plans_found": self.workers.plans.found,
             "plans_made": self.workers.plans.made,
             "settings": Jsonb(dict(settings.values)),
+            "ticks": [tick.at for tick in self._ticks],
+            "snapshots": [tick.snapshot for tick in self._ticks],
         }
-        if conn.execute(load_query("beat"), parameters).rowcount == 0:
+        row = conn.execute(load_query("beat"), parameters).fetchone()
+        if row is None:
             Lease(conn, self.service_id, "service", self.lease_seconds).ensure()
+        else:
+            self._ticks = thinned([Tick(*row), *self._ticks])
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:
@@ -396,21 +517,32 @@ class Scheduler:
         now = time.monotonic()
         if self.tended.lost:
             lost, self.tended.lost = self.tended.lost, []
-            conn.execute(
-                "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
-                " error = 'the connection of its worker was lost' WHERE job_id = ANY (%s) AND finished_at IS NULL",
-                (lost,),
-            )
+            parameters = {
+                "jobs": [job for job, _ in lost],
+                "errors": [str(error)[:LONGEST_MESSAGE] for _, error in lost],
+                "kinds": [kind_of(error) for _, error in lost],
+                "longest": RETRIED[Kind.CONNECTION],
+            }
+            conn.execute(load_query("lost"), parameters)
         if now - self._watched >= ALERT_SECONDS:
             self._watched = now
             self.workers.close_idle()
-            self._alert(conn, settings)
-            self._load_others(conn, settings)
-            self._settle_sets(conn)
+            with self._step(conn, "alerts"):
+                self._alert(conn, settings)
+            self._settle_schedules(conn)
+            with self._step(conn, "stream tables that were dropped"):
+                conn.execute("SELECT pgtrickle._forget_dropped()")
+            with self._step(conn, "tables that nobody reads"):
+                conn.execute("SELECT pgtrickle._untrack_unused()")  # of what roles left that may not lock the table
+            if not settings.paused:
+                self._load_others(conn, settings)
+                self._settle_sets(conn)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now
-            conn.execute(load_query("prune"), {"days": settings.history_days})
-            self._tell_others(conn)
+            with self._step(conn, "history"):
+                conn.execute(load_query("prune"), {"days": settings.history_days})
+            if not settings.paused:
+                self._tell_others(conn)
 
     def _settle_sets(self, conn: psycopg.Connection[Any]) -> None:
         """Let databases join the sets that they belong to, and nodes the cluster, beside everything else."""
@@ -422,6 +554,7 @@ class Scheduler:
     def _settle(self) -> None:
         try:
             with self.workers.budget.using("sets", self.database) as conn:
+                limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
                 elsewhere = Elsewhere(conn, self.watch.connections)
                 Sets(elsewhere).settle()
                 Cluster(elsewhere).settle()

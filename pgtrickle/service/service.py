@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 
 from pgtrickle.engine.beside import Beside
+from pgtrickle.engine.reach import Connections
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
@@ -28,7 +29,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.pool = Pool(4)
-        self.watch = Watch()
+        self.watch = Watch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
         self.beside = Beside()
         self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
         self.launchers = [
@@ -66,6 +67,16 @@ class Service:
             self.pool.resize(size)
 
     @property
-    def ready(self) -> bool:
-        """Whether every server was looked at."""
-        return all(launcher.rounds > 0 and launcher.problem is None for launcher in self.launchers)
+    def problems(self) -> dict[str, str]:
+        """Servers that are not watched, with the reason."""
+        return {
+            launcher.server.name: launcher.problem or "it was not looked at yet"
+            for launcher in self.launchers
+            if launcher.problem is not None or launcher.rounds == 0
+        }
+
+    @property
+    def unserved(self) -> dict[str, dict[str, str]]:
+        """By server: databases that should be served and are not, with the reason."""
+        found = {launcher.server.name: launcher.unserved for launcher in self.launchers}
+        return {server: databases for server, databases in found.items() if databases}

@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.failures import Policy
-from pgtrickle.service.pool import Share
+from pgtrickle.service.turns import Share
 
 IDLE_IN_APPLY = "60s"
 

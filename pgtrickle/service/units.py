@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -33,6 +34,9 @@ class Due:
     tier: str
     due_in: float = 0.0  # seconds; later ones are told so that they are not looked for too late
     databases: tuple[str, ...] = ()  # others that it reads
+    owner: int | None = None
+    every: float = math.inf  # seconds between two refreshes by its schedule
+    proven: bool = True  # its last refresh succeeded, so it is known how long one takes
 
     @property
     def slow(self) -> bool:
@@ -47,10 +51,17 @@ class Unit:
     ids: tuple[int, ...]
     tier: int
     asked: bool  # somebody waits for one of them
+    owner: int | None = None  # of all of them; None where they have several
+    every: float = math.inf  # the shortest of their schedules, in seconds
 
     @property
     def priority(self) -> tuple[int, int]:
         return 0 if self.asked else BANDS[self.kind], self.tier
+
+    @property
+    def patience(self) -> float:
+        """Seconds for which more urgent units go first, even if they arrive later."""
+        return 0.0 if self.asked else min(self.every, float(sum(self.priority)))
 
 
 def plan_units(due: Sequence[Due], dag: Dag, busy: Collection[int], *, tiered: bool) -> list[Unit]:
@@ -63,13 +74,22 @@ def plan_units(due: Sequence[Due], dag: Dag, busy: Collection[int], *, tiered: b
             here = {member: left.pop(member) for member in members if member in left}
             if not members & set(busy):
                 units.append(_unit("GROUP", sorted(members), here.values(), tiered))
-    asked = [item for item in left.values() if item.asked]
-    rest = [item for item in left.values() if not item.asked]
-    # A database that does not answer delays those that read it, and nobody else.
-    for databases in sorted({tuple(item.databases) for item in left.values()}):
-        units += _split("IMMEDIATE", "IMMEDIATE", [i for i in asked if tuple(i.databases) == databases], tiered)
-        units += _split("FUSED", "SINGLETON", [i for i in rest if tuple(i.databases) == databases], tiered)
+    together: dict[tuple[object, ...], list[Due]] = {}
+    for item in left.values():
+        together.setdefault(_company(item), []).append(item)
+    for items in together.values():
+        units += _split("IMMEDIATE", "IMMEDIATE", [item for item in items if item.asked], tiered)
+        units += _split("FUSED", "SINGLETON", [item for item in items if not item.asked], tiered)
     return sorted(units, key=lambda unit: unit.priority)
+
+
+def _company(item: Due) -> tuple[object, ...]:
+    """Who may be refreshed in one go.
+
+    A database that does not answer delays those that read it, and nobody else. Likewise an owner's requests and what was
+    never refreshed without an error, which may take any time, delay this owner's stream tables only.
+    """
+    return item.asked, tuple(item.databases), item.owner if item.asked or not item.proven else None, item.proven
 
 
 def _split(fused: Kind, alone: Kind, items: Sequence[Due], tiered: bool) -> list[Unit]:
@@ -81,4 +101,6 @@ def _split(fused: Kind, alone: Kind, items: Sequence[Due], tiered: bool) -> list
 
 def _unit(kind: Kind, ids: Sequence[int], items: Collection[Due], tiered: bool) -> Unit:
     tier = min(TIERS[item.tier] for item in items) if tiered else 0
-    return Unit(kind, tuple(ids), tier, any(item.asked for item in items))
+    owners = {item.owner for item in items}
+    owner = owners.pop() if len(owners) == 1 else None
+    return Unit(kind, tuple(ids), tier, any(item.asked for item in items), owner, min(item.every for item in items))

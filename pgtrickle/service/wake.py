@@ -39,7 +39,8 @@ class Waker:
                             pass
                     return True
                 # Anything else that a server sends by itself, a notice or its farewell, wakes nobody: the latter is an error.
-                if conn is not None and conn in ready and any(True for _ in conn.notifies(timeout=0, stop_after=1)):
+                # All that came are taken: psycopg would keep those that nobody asks for.
+                if conn is not None and conn in ready and list(conn.notifies(timeout=0)):
                     return True
         return False
 

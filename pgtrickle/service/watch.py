@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import psycopg
 
+from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.reach import Connections
 from pgtrickle.errors import PgtrickleError
 
@@ -23,11 +24,21 @@ FORGET_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Look:
-    """What a database showed, and when that look began: sources with changes, and the transactions that made them."""
+    """What a database showed, and when that look began: sources with changes, the transactions that made them, and since
+    when at the earliest these were committed.
+    """
 
     at: float = 0.0  # time.time()
-    active: tuple[tuple[str, int], ...] = ()
+    active: tuple[tuple[str, int, float], ...] = ()
     problem: str | None = None
+
+    def next(self, at: float, rows: Sequence[tuple[str, int, float | None]]) -> Look:
+        """The look after this one, that began at this moment and found sources, transactions, and for how many seconds they
+        have been there at most.
+        """
+        known = {(name, xid): since for name, xid, since in self.active}
+        new = ((name, xid, max(self.at, at - seconds if seconds is not None else 0.0)) for name, xid, seconds in rows)
+        return Look(at, tuple((name, xid, known.get((name, xid), since)) for name, xid, since in new))
 
 
 @dataclass
@@ -72,6 +83,15 @@ class Watch:
             self._changed.notify()
             return found
 
+    def leave(self, who: str) -> None:
+        """Databases that nobody else is interested in are no longer looked at, and connections to them are closed."""
+        with self._changed:
+            for dsn, one in list(self._watched.items()):
+                one.wake.pop(who, None)
+                if not one.wake:
+                    del self._watched[dsn]
+                    self.connections.close_idle_to(dsn)
+
     def run(self, call: Callable[[], None]) -> None:
         """Do something in another database, beside everything else. Where that fails, it is done another time."""
 
@@ -111,6 +131,7 @@ class Watch:
                         assert self._pool is not None
                         one.begun = now
                         one.running = self._pool.submit(self._look, dsn, one)
+                self.connections.close_idle()
                 waits = [one.begun + one.interval - now for one in self._watched.values()]
                 self._changed.wait(max(0.01, min(waits, default=FORGET_SECONDS)))
 
@@ -118,11 +139,8 @@ class Watch:
         at = time.time()
         try:
             with self.connections.open(watched.name, dsn) as conn:
-                rows = conn.execute(
-                    "SELECT DISTINCT a.source_stable_name, a.xid FROM pgtrickle_changes.pgt_activity AS a"
-                    " WHERE a.source_stable_name IN (SELECT c.source_stable_name FROM pgtrickle.pgt_consumers AS c)"
-                ).fetchall()
-            look = Look(at, tuple((name, xid) for name, xid in rows))
+                rows = conn.execute(load_query("look")).fetchall()
+            look = watched.last.next(at, rows)
         except (psycopg.Error, PgtrickleError) as error:
             told = error.message if isinstance(error, PgtrickleError) else str(error).strip()
             look = Look(watched.last.at, watched.last.active, told)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +14,15 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
+from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import be_pooled
-from pgtrickle.engine.failures import is_transient
+from pgtrickle.engine.failures import LONGEST_MESSAGE, is_retried, kind_of
 from pgtrickle.engine.lease import KeptElsewhere
 from pgtrickle.engine.programs import Plans
 from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
-from pgtrickle.errors import FuseBlownError
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings
@@ -59,9 +59,10 @@ class Workers:
                 " worker_pid = pg_backend_pid() WHERE job_id = %s",
                 (f"worker {number}", job),
             )
-            ids = _still_wanted(conn, unit)
-            outcome = engine.attempt(ids, "REQUEST" if unit.asked else "SCHEDULE", atomic=unit.kind == "GROUP")
-            self._tell(conn, job, outcome, notifies)
+            wanted = _still_wanted(conn, unit)
+            outcome = engine.attempt(list(wanted), "REQUEST" if unit.asked else "SCHEDULE", atomic=unit.kind == "GROUP")
+            alerted = {pgt_id for pgt_id, failing in wanted.items() if failing}
+            self._tell(conn, job, outcome, alerted, notifies)
             return outcome
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
@@ -98,47 +99,70 @@ class Workers:
             if engine is None or self.budget.resume(engine.conn):
                 return engine
 
-    def _tell(self, conn: psycopg.Connection[Any], job: int, outcome: Outcome, notifies: bool) -> None:
+    def _tell(
+        self, conn: psycopg.Connection[Any], job: int, outcome: Outcome, alerted: set[int], notifies: bool
+    ) -> None:
         error = next(iter(outcome.failures.values()), None)
         conn.execute(
             "UPDATE pgtrickle.pgt_jobs SET status = %s, finished_at = clock_timestamp(), error = %s WHERE job_id = %s",
-            ("FAILED" if error is not None else "SUCCEEDED", str(error) if error is not None else None, job),
+            (
+                "FAILED" if error is not None else "SUCCEEDED",
+                str(error)[:LONGEST_MESSAGE] if error is not None else None,
+                job,
+            ),
         )
         for pgt_id, failure in outcome.failures.items():
-            log.warning("refresh failed", extra={"database": self.database, "pgt_id": pgt_id, "error": str(failure)})
+            log.warning(
+                "refresh failed",
+                extra={"database": self.database, "pgt_id": pgt_id, "error": str(failure)[:LONGEST_MESSAGE]},
+            )
             _tell_failure(conn, pgt_id, failure)
+        for pgt_id in alerted & {result.pgt_id for result in outcome.results}:
+            conn.execute("SELECT pgtrickle._emit('refresh_recovered', %s, NULL)", (pgt_id,))
         refreshed = [result.refresh_id for result in outcome.results if result.refresh_id]
         if notifies and refreshed:
             conn.execute(
                 "SELECT pg_notify('pg_trickle_refresh', left(pgtrickle._refresh_payload(h)::text, 7900))"
-                " FROM pgtrickle.pgt_refresh_history h JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)"
+                " FROM pgtrickle.pgt_visible_history h JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)"
                 " WHERE h.refresh_id = ANY (%s) AND NOT s.pooler_compatibility_mode",
                 (refreshed,),
             )
 
 
-def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> list[int]:
-    """Those of the unit that were not suspended, frozen or dropped while it waited; who asks gets these too."""
+def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> dict[int, bool]:
+    """The stream tables of the unit that are still to be refreshed, each with whether its last event was a failure.
+
+    Those suspended, frozen or dropped while the unit waited are left out, unless a request for them is pending.
+    """
     rows = conn.execute(
-        "SELECT pgt_id FROM pgtrickle.pgt_stream_tables s WHERE pgt_id = ANY (%s)"
+        "SELECT pgt_id, alerted IS NOT NULL AND status <> 'SUSPENDED' FROM pgtrickle.pgt_stream_tables s"
+        " WHERE pgt_id = ANY (%s)"
         " AND (status IN ('ACTIVE', 'INITIALIZING') AND tier IS DISTINCT FROM 'frozen'"
         " OR EXISTS (SELECT FROM pgtrickle.pgt_requests r WHERE r.pgt_id = s.pgt_id AND r.status = 'PENDING'))",
         (list(unit.ids),),
     ).fetchall()
-    return [row[0] for row in rows]
+    return dict(rows)
 
 
 def _tell_failure(conn: psycopg.Connection[Any], pgt_id: int, failure: Exception) -> None:
-    row = conn.execute(
-        "SELECT status, status_reason FROM pgtrickle.pgt_stream_tables WHERE pgt_id = %s", (pgt_id,)
-    ).fetchone()
-    events: Sequence[tuple[str, dict[str, str]]] = [
-        ("refresh_failed", {"error": str(failure), "transient": str(is_transient(failure)).lower()})
-    ]
-    if isinstance(failure, FuseBlownError):
-        events = [("fuse_blown", {"reason": str(failure)})]
-    elif row is not None and row[0] == "SUSPENDED":
-        reason = {"reason": row[1] or "", "remedy": "SELECT pgtrickle.resume_stream_table(name) when the cause is gone"}
-        events = [*events, ("auto_suspended", reason)]
-    for event, details in events:
-        conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
+    """Send an event, unless the last one said the same of this stream table."""
+    kind = kind_of(failure)
+    row = conn.execute(load_query("alerted"), {"id": pgt_id, "kind": kind}).fetchone()
+    if row is None or not row[0]:
+        return
+    _, now, reason, remedy = row
+    if now == "fuse":
+        event, details = "fuse_blown", {"reason": str(failure)[:LONGEST_MESSAGE]}
+    elif now == "SUSPENDED":
+        event, details = "auto_suspended", {"reason": reason or "", "kind": kind, "remedy": remedy}
+    else:
+        event = "refresh_failed"
+        details = {
+            "error": str(failure)[:LONGEST_MESSAGE],
+            "kind": kind,
+            "transient": str(is_retried(kind)).lower(),
+            "remedy": remedy,
+        }
+    if isinstance(failure, psycopg.Error) and failure.sqlstate is not None:
+        details["sqlstate"] = failure.sqlstate
+    conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))

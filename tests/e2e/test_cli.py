@@ -77,6 +77,7 @@ def test_help_names_all_commands_and_gives_examples() -> None:
     text = succeed(None, "--help")
     assert all(f"\n  {command} " in text for command in COMMANDS)
     assert "Examples:" in text
+    assert "5 not done in time" in text
     assert pgtrickle.__version__ in succeed(None, "--version")
 
 
@@ -143,7 +144,7 @@ def test_the_life_of_a_stream_table_without_a_refresh(database: TestDatabase, co
     assert json.loads(succeed(dsn, "history", "revenue", "--json")) == []
 
     succeed(dsn, "drop", "big")
-    assert fail(130, dsn, "uninstall")  # nobody answers the question
+    assert "nothing was removed" in fail(1, dsn, "uninstall")  # nobody answers the question
     assert "removed" in succeed(dsn, "uninstall", "--yes", "--drop-tables")
     assert conn.execute("SELECT to_regnamespace('pgtrickle'), to_regclass('revenue')").fetchone() == (None, None)
 
@@ -164,6 +165,7 @@ def test_names_that_need_quotes(shop: TestDatabase, name: str) -> None:
         ("SELECT * FROM nowhere", 'relation "nowhere" does not exist'),
         ("SELECT colour FROM orders", 'column "colour" does not exist'),
         ("SELECT id, id FROM orders", "specified more than once"),
+        ("SELECT FROM orders", "the query returns no columns"),
         ("SELECT 1 AS a; DROP TABLE orders", "cannot insert multiple commands"),
         ("SELECT 1 AS a; COMMIT; DROP TABLE orders", "cannot insert multiple commands"),
         ("DELETE FROM orders RETURNING id", "error"),
@@ -262,7 +264,10 @@ def test_an_unreachable_server_is_exit_code_4_and_no_password_is_shown() -> None
             assert stderr.startswith("error: ")
             assert "hint: " in stderr
             assert "s3cret" not in stderr
-        assert f"port {port} failed" in fail(4, None, "list", PGHOST="127.0.0.1", PGPORT=str(port), PGPASSWORD="s3cret")
+            assert "Give a DSN" not in stderr
+        without = fail(4, None, "list", PGHOST="127.0.0.1", PGPORT=str(port), PGPASSWORD="s3cret")
+        assert f"port {port} failed" in without
+        assert "Give a DSN" in without
 
 
 @pytest.mark.direct("PgBouncer here asks for no password")
@@ -290,6 +295,23 @@ def _password_required(shop: TestDatabase, role: str, password: str) -> Iterator
         finally:
             rules.write_text(former)
             conn.execute("SELECT pg_reload_conf()")
+
+
+def test_who_does_not_confirm_keeps_everything(shop: TestDatabase) -> None:
+    for answer in ("n\n", ""):
+        done = cli(shop.dsn, "uninstall", stdin=answer)
+        assert done.returncode == 1
+        assert done.stderr.endswith("nothing was removed\n")
+        assert "interrupted" not in done.stderr
+    succeed(shop.dsn, "list")
+    assert "is removed" in succeed(shop.dsn, "uninstall", stdin="y\n")
+
+
+def test_a_query_over_the_current_time_is_warned_about(shop: TestDatabase) -> None:
+    done = cli(shop.dsn, "create", "recent", "SELECT id, now() AS at FROM orders", "--no-init")
+    assert done.returncode == 0
+    assert done.stderr.count("the query of stream table public.recent depends on the current time") == 1
+    assert "hint: Give it a schedule" in done.stderr
 
 
 def test_libpq_variables_name_the_database(shop: TestDatabase) -> None:

@@ -66,7 +66,7 @@ def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycop
         " UPDATE pgtrickle.pgt_stream_tables SET claimed_by = other.service_id FROM other",
         [uuid4()],
     )
-    assert "is being refreshed by another process" in fail(3, shop.dsn, "refresh", "revenue")
+    assert "is being refreshed, altered or dropped by another process" in fail(3, shop.dsn, "refresh", "revenue")
     conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
     assert "wait for another process" in fail(3, shop.dsn, "run", "--once")
     assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("PENDING",)]

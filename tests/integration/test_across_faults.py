@@ -51,7 +51,7 @@ def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(three: Three
     assert home.execute("SELECT count(*) FROM lines").fetchone() == before
     status = {one.name: one for one in db.status()}
     assert "database stock" in (status["public.lines"].last_error or "")
-    assert status["public.lines"].status == "ACTIVE"
+    assert status["public.lines"].status == "ERROR"
     assert status["public.named"].last_error is None  # who does not read it is refreshed all the same
     stock.start()
     three.reconnect()

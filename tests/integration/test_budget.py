@@ -35,7 +35,7 @@ def test_more_databases_than_connections(server: EmbeddedServer) -> None:
         for database in databases:
             prepare(database)
         names = tuple(database.name for database in databases)
-        config = ServiceConfig((ServerConfig("test", server.dsn(), names, MOST),), list_seconds=0.2)
+        config = ServiceConfig((ServerConfig("test", server.dsn(), names, MOST, ("app",)),), list_seconds=0.2)
         seen: list[int] = []
         over = threading.Event()
         watcher = threading.Thread(target=count, args=(server, names, over, seen))

@@ -10,11 +10,12 @@ import psycopg
 import pytest
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
-from psycopg.types.json import Jsonb
 
+from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.errors import (
     DatabaseFailedError,
     NotDifferentiableError,
+    SourceLockedError,
 )
 from tests.support.citus_shop import QUERIES, Shop, needs_citus
 from tests.support.trap import TRAP, caught, set_trap
@@ -177,7 +178,7 @@ def test_nobody_waits_for_ever_for_a_transaction_on_a_worker(shop: Shop) -> None
     shop.db.conn.execute("SET statement_timeout = '60s'")
     with psycopg.connect(shop.cluster.dsn(1)) as writer:
         writer.execute("UPDATE t SET v = v + 1 WHERE id < 100")
-        with pytest.raises(psycopg.errors.LockNotAvailable, match="held by a transaction on another node"):
+        with pytest.raises(SourceLockedError, match="held by a transaction on another node"):
             shop.create("totals")
         writer.commit()
         shop.create("totals", "rows")
@@ -347,19 +348,26 @@ def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
             mallory.execute("SET citus.enable_ddl_propagation = off")
             mallory.execute("CREATE TABLE lair.mine (a int)")
             said = {"name": "lair.mine", "placement": "local", "columns": [evil]}
-            track = "SELECT pgtrickle._track_shards('lair.mine', %s)"
+            source = mallory.execute("SELECT 'lair.mine'::regclass::oid::bigint").fetchone()
+            assert source is not None
+
+            def track(name: str) -> None:
+                definition = said | {"stable_name": name}
+                pass_gate(mallory, "track_shards", source=source[0], definition=definition)
+
             for name in (victim, "x", "0123456789abcdef"):
                 with pytest.raises(psycopg.Error, match=r"cannot be captured as|may not capture"):
-                    mallory.execute(track, (Jsonb(said | {"stable_name": name}),))
+                    track(name)
             own = mallory.execute("SELECT pgtrickle.stable_hash('lair.mine')").fetchone()
             assert own is not None
-            mallory.execute(track, (Jsonb(said | {"stable_name": own[0]}),))
+            track(own[0])
             with pytest.raises(psycopg.Error, match="not a distributed table"):
-                mallory.execute("SELECT pgtrickle._spread('lair.mine')")
+                pass_gate(mallory, "spread", source=source[0])
         assert shop.conn.execute("SELECT count(*) FROM loc").fetchone() == (10,)
         shop.goes_on()
     finally:
         shop.admin.execute("DROP SCHEMA lair CASCADE")
+        shop.admin.execute("DROP OWNED BY mallory")  # the right to call the capture function of her table
         shop.admin.execute("DROP ROLE mallory")
 
 

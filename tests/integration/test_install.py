@@ -7,6 +7,7 @@ import threading
 import psycopg
 import pytest
 
+import pgtrickle
 from pgtrickle import __version__
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall, upgrade
 from pgtrickle.errors import (
@@ -17,6 +18,7 @@ from pgtrickle.errors import (
     UnsupportedServerError,
 )
 from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
 
 pytestmark = pytest.mark.pgversions
 
@@ -187,6 +189,30 @@ def test_upgrade_takes_lengths_from_buffers(conn: psycopg.Connection) -> None:
     ]
     kept = conn.execute("SELECT c1, c2, c3, c4, c5, c6 FROM pgtrickle_changes.changes_h").fetchall()
     assert kept == conn.execute("SELECT a, b, c, d, e, f FROM t").fetchall()
+
+
+def test_upgrade_replaces_row_ids(conn: psycopg.Connection, database: TestDatabase) -> None:
+    """Up to version 20 those of a stream table without a key were computed by another function."""
+    query = "SELECT a, b FROM t"
+    conn.execute("CREATE TABLE t (a int, b text); INSERT INTO t VALUES (1, 'x'), (1, 'x'), (2, NULL), (3, '(y)')")
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        db.create_stream_table("st", query)
+        with psycopg.connect(database.superuser_dsn, autocommit=True) as admin:
+            admin.execute("SET session_replication_role = replica")
+            admin.execute("UPDATE st SET __pgt_row_id = pgtrickle._former_row_id(ROW(a, b)::text)")
+            # What migration 21 says of it.
+            admin.execute("UPDATE pgtrickle.pgt_stream_tables SET has_former_row_ids = true")
+        for statement in (
+            "DELETE FROM t WHERE a = 2",
+            "DELETE FROM t WHERE b = '(y)'",
+            "INSERT INTO t VALUES (1, 'x')",
+        ):
+            conn.execute(statement.encode())
+            assert [result.action for result in db.refresh("st")] == ["DIFFERENTIAL"]
+            assert_equal_to_query(conn, "st", query)
+    ids = "SELECT bool_and(__pgt_row_id = pgtrickle._row_id(ROW(a, b)::text)) FROM st"
+    assert conn.execute(ids.encode()).fetchone() == (True,)
 
 
 def test_failed_upgrade_leaves_the_old_version(conn: psycopg.Connection) -> None:

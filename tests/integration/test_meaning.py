@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 import pgtrickle
+from pgtrickle.errors import InvalidQueryError, KeyLostError
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
 
@@ -92,3 +93,68 @@ def test_a_new_label_changes_nothing(database: TestDatabase, conn: psycopg.Conne
         (done,) = db.refresh("kept")
         assert_equal_to_query(conn, "kept", query)
         assert done.action == "DIFFERENTIAL"
+
+
+def test_a_key_that_a_source_loses_suspends_the_stream_table(
+    database: TestDatabase, conn: psycopg.Connection[Any]
+) -> None:
+    """Its rows would overwrite each other. With the key back it goes on."""
+    query = "SELECT id, val FROM item WHERE val > 10"
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        db.create_stream_table("kept", query)
+        conn.execute("ALTER TABLE item DROP CONSTRAINT item_pkey")
+        conn.execute("INSERT INTO item (id, val) VALUES (20, 99)")
+        for _ in range(2):  # resumed too early it is suspended again
+            with pytest.raises(
+                KeyLostError, match=r"public.kept has the key \(id\), which is no longer one of its query"
+            ):
+                db.refresh("kept")
+            table = db.stream_table("kept")
+            assert table.status == "SUSPENDED"
+            assert table.status_reason == "public.kept has the key (id), which is no longer one of its query"
+            db.alter_stream_table("kept", status="ACTIVE")
+        conn.execute("DELETE FROM item WHERE id = 20 AND val = 20")
+        conn.execute("ALTER TABLE item ADD PRIMARY KEY (id)")
+        db.refresh("kept")
+        assert db.stream_table("kept").status == "ACTIVE"
+    assert_equal_to_query(conn, "kept", query)
+
+
+def test_what_depends_on_the_search_path_is_refused_or_explained(
+    database: TestDatabase, conn: psycopg.Connection[Any]
+) -> None:
+    """A refresh runs under a path of its own, for its statements are texts that others' objects could fit better."""
+    conn.execute(
+        "CREATE SCHEMA store; SET search_path = store, public;"
+        " CREATE TABLE price (id int PRIMARY KEY, price int); INSERT INTO price SELECT i, i FROM generate_series(1, 50) AS i;"
+        " CREATE FUNCTION half(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 / 2';"
+        " CREATE FUNCTION inlined(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT half($1)';"
+        " CREATE FUNCTION read_price(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT price FROM price WHERE id = $1';"
+        " CREATE FUNCTION price_of(int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS"
+        " 'BEGIN RETURN (SELECT price FROM price WHERE id = $1); END'"
+    )
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        db.conn.execute("SET search_path = store, public")
+        for cast in ("tableoid::regclass", "'price'::regclass", "to_regproc('half')"):
+            with pytest.raises(InvalidQueryError, match=r"casts reg\w+ to text, which depends on the search_path"):
+                db.create_stream_table("refused", f"SELECT id, {cast}::text AS t FROM item", initialize=False)
+        db.create_stream_table(
+            "named", "SELECT id, tableoid::regclass AS t, tableoid::regclass = 'item'::regclass AS same FROM item"
+        )
+        assert_equal_to_query(db.conn, "named", "SELECT id, tableoid::regclass AS t, true AS same FROM item")
+        for function in ("inlined", "read_price"):
+            with pytest.raises(
+                InvalidQueryError, match=r"a function of the query cannot be run: .* does not exist"
+            ) as raised:
+                db.create_stream_table("refused", f"SELECT id, {function}(val) AS val FROM item")
+            assert "SET search_path = store, public;" in (raised.value.hint or "")
+        query = "SELECT id, price_of(val) AS val FROM item"
+        with pytest.raises(InvalidQueryError, match='cannot be refreshed: relation "price" does not exist') as raised:
+            db.create_stream_table("prices", query)
+        assert "SET search_path = store, public;" in (raised.value.hint or "")
+        assert db.status()[-1].last_error is not None
+        conn.execute("ALTER FUNCTION price_of SET search_path = store, public")
+        db.refresh("prices")
+        assert_equal_to_query(db.conn, "prices", query)

@@ -64,7 +64,7 @@ def _fetch(dsn: str, conn: Connection, queries: list[CorpusQuery], label: str, p
         db.refresh([stored(query) for query in queries])
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.long)], ids=["half", "all"])
+@pytest.fixture(scope="module", params=[4, pytest.param(1, marks=pytest.mark.long)], ids=["quarter", "all"])
 def logged(server: EmbeddedServer, request: pytest.FixtureRequest) -> Iterator[Logged]:
     queries = [query for query in load_corpus() if query.mode == "DIFFERENTIAL"][:: request.param]
     print(f"seed {SEED}, {len(queries)} queries")

@@ -11,7 +11,8 @@ import pytest
 from sqlglot import exp
 
 import pgtrickle
-from pgtrickle.delta.program import _check_size
+from pgtrickle.catalog.gate import pass_gate
+from pgtrickle.delta.differentiate import MOST_OPERATORS
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, PrivilegeError
@@ -296,15 +297,20 @@ def test_who_may_use_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickl
         db.add_database(name, shop.dsn(name))
     db.add_database_set("tenants", members, roles=[role])
     db.import_table(private, "public.orders")
+    db.import_table("tenants", "public.orders")
     with pgtrickle.connect(shop.home.dsn_as(role)) as theirs:
         theirs.create_stream_table("totals", QUERIES["totals"], initialize=False)
         theirs.conn.execute("GRANT SELECT ON totals TO app")
-        with pytest.raises(psycopg.errors.InvalidParameterValue, match="not all of these databases are members"):
-            theirs.conn.execute(
-                "SELECT pgtrickle._stand_in_for_all('tenants', 'public', 'orders', %s)", ([*members, private],)
+
+        def stand_in(names: list[str]) -> None:
+            pass_gate(
+                theirs.conn, "stand_in_for_all", database_set="tenants", schema="public", name="orders", members=names
             )
+
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="not all of these databases are members"):
+            stand_in([*members, private])
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="take databases out of a set"):
-            theirs.conn.execute("SELECT pgtrickle._stand_in_for_all('tenants', 'public', 'orders', %s)", (members[:1],))
+            stand_in(members[:1])
         with pytest.raises(PrivilegeError):
             theirs.create_stream_table("theirs", f"SELECT id FROM {private}.public.orders", initialize=False)
     db.refresh("totals")
@@ -322,7 +328,7 @@ def test_a_hundred_members_are_not_too_many() -> None:
         tuple(_filtered(one, integer) for one in members),
         (Column("c0", "id", integer),),
     )
-    _check_size(change)
+    assert change.operators <= MOST_OPERATORS
 
 
 def _filtered(member: Relation, type_: PgType) -> Plan:

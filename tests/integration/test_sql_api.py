@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
+import pgtrickle
 from pgtrickle.catalog.install import install
 from tests.support.database import TestDatabase
 
@@ -126,6 +127,98 @@ def test_without_a_key_rows_get_an_id(shop: Connection) -> None:
     ) == ("__pgt_row_id", "uuid", True)
     assert one(shop, "SELECT indisunique FROM pg_index WHERE indrelid = 'notes'::regclass") == (False,)
     assert one(shop, "SELECT count(*) FROM pgtrickle.pgt_requests") == (0,)
+
+
+KEYS: list[tuple[str, list[str] | None]] = [
+    ("SELECT id, note FROM orders WHERE amount > 1", ["id"]),
+    ("SELECT note, id AS number FROM orders ORDER BY amount", ["number"]),
+    ("SELECT * FROM orders", ["id"]),
+    ("SELECT customer, count(*) AS n FROM orders GROUP BY customer HAVING count(*) > 1", ["customer"]),
+    (
+        "SELECT o.note, p.customer, max(o.id) AS last FROM orders o JOIN orders p USING (id) GROUP BY p.customer, o.note",
+        ["note", "customer"],
+    ),
+    ("SELECT count(*) AS n FROM orders", []),
+    ("SELECT id, now() AS at FROM orders", ["id"]),  # though it runs as FULL
+    # Not beyond doubt
+    ("SELECT note FROM orders", None),
+    ("SELECT id + 0 AS id FROM orders", None),
+    ("SELECT id, id AS again FROM orders", None),
+    ("SELECT customer, customer AS again, count(*) AS n FROM orders GROUP BY customer", None),
+    ("SELECT count(*) AS n FROM orders GROUP BY customer", None),
+    ("SELECT note || 'x' AS x, count(*) AS n FROM orders GROUP BY 1", None),
+    ("SELECT o.id FROM orders o JOIN orders p ON p.id > o.id", None),
+    ("SELECT o.id FROM orders o, orders p", None),
+    ("SELECT id FROM orders UNION ALL SELECT id FROM orders", None),
+    ("SELECT id FROM (SELECT id FROM orders UNION ALL SELECT 1) AS u", None),
+    ("SELECT id, generate_series(1, 2) AS n FROM orders", None),
+    ("SELECT customer, count(*) AS n FROM orders GROUP BY ROLLUP (customer)", None),
+    ("WITH o AS (SELECT id FROM orders) SELECT id FROM o", None),
+    ("SELECT DISTINCT customer FROM orders", None),
+    ("SELECT id FROM orders LIMIT 3", None),
+]
+
+
+def test_sql_finds_keys_that_are_beyond_doubt(database: TestDatabase, shop: Connection) -> None:
+    found = {}
+    with pgtrickle.connect(database.direct_dsn) as python:
+        python.conn.execute("SET search_path = shop")
+        for number, (query, key) in enumerate(KEYS):
+            id_ = create(shop, f"found_{number}", query, initialize=False)
+            found[query] = one(shop, "SELECT key_columns FROM pgtrickle.pgt_stream_tables WHERE pgt_id = %s", [id_])[0]
+            if key is not None:
+                assert python._compile(query, None)[1] == key, query
+    assert found == dict(KEYS)
+
+
+def test_a_query_that_is_replaced_keeps_the_key_that_was_found(shop: Connection) -> None:
+    replace = "SELECT pgtrickle.create_or_replace_stream_table('found', %s)"
+    for query in ("SELECT id, note FROM orders", "SELECT id, note FROM orders WHERE id > 1"):
+        shop.execute(replace, (query,))
+        assert one(shop, "SELECT defining_query, key_columns FROM pgtrickle.pgt_stream_tables") == (query, ["id"])
+    with pytest.raises(psycopg.errors.InvalidTableDefinition, match=r"has another key: none instead of \{id\}"):
+        shop.execute(replace, ("SELECT id + 0 AS id, note FROM orders",))
+
+
+def test_all_columns_of_a_stream_table_are_without_its_row_ids(database: TestDatabase, shop: Connection) -> None:
+    create(shop, "notes", "SELECT note, amount FROM orders", initialize=False)
+    id_ = create(shop, "stacked", "SELECT * FROM notes WHERE amount > 1 ; ", initialize=False)
+    columns = (
+        "SELECT array_agg(attname::text ORDER BY attnum) FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0"
+    )
+    assert one(shop, columns, [f"pgtrickle_views.q_{id_}"]) == (["note", "amount"],)
+    shop.execute("SELECT pgtrickle.alter_stream_table('stacked', query => 'SELECT * FROM notes')")
+    assert one(shop, columns, [f"pgtrickle_views.q_{id_}"]) == (["note", "amount"],)
+    with pgtrickle.connect(database.direct_dsn) as python:
+        made = python.create_stream_table("shop.by_python", "SELECT * FROM shop.notes", initialize=False)
+        assert made.effective_mode == "DIFFERENTIAL"
+    assert one(shop, columns, ["by_python"]) == (["note", "amount", "__pgt_row_id"],)
+    with pytest.raises(psycopg.errors.ReservedName, match="column name __pgt_row_id is reserved"):
+        create(shop, "named", "SELECT __pgt_row_id, note FROM notes")
+    with pytest.raises(psycopg.errors.DuplicateColumn) as raised:
+        create(shop, "both", "SELECT a.*, b.* FROM notes AS a CROSS JOIN notes AS b (x, y)")
+    assert raised.value.diag.message_hint == "Name the columns of the stream tables instead of *."
+    with pytest.raises(psycopg.errors.SyntaxError):
+        create(shop, "several", "SELECT * FROM notes; DROP TABLE orders")
+    shop.execute("SELECT FROM orders")
+
+
+def test_what_is_unfit_or_costly_is_said_at_creation(
+    database: TestDatabase, shop: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(psycopg.errors.InvalidTableDefinition, match="the query returns no columns"):
+        create(shop, "empty", "SELECT FROM orders")
+    heard: list[str | None] = []
+    shop.add_notice_handler(lambda notice: heard.append(notice.message_primary))
+    create(shop, "plain", "SELECT id, note FROM orders")
+    assert not [told for told in heard if "current time" in str(told)]
+    create(shop, "timed", "SELECT id, note FROM orders WHERE now() > '2020-01-01'")
+    query = "SELECT id, note FROM orders WHERE current_date > '2020-01-01'"
+    shop.execute("SELECT pgtrickle.alter_stream_table('plain', query => %s)", (query,))
+    assert len([told for told in heard if "current time" in str(told)]) == 2
+    with pgtrickle.connect(database.direct_dsn) as python:
+        python.create_stream_table("shop.logged", "SELECT id, now() AS at FROM shop.orders", initialize=False)
+    assert "depends on the current time" in caplog.text
 
 
 def test_a_result_of_one_row_has_an_empty_key(shop: Connection) -> None:
@@ -502,7 +595,7 @@ def test_four_roles(roles: Roles) -> None:
     )
     assert roles.service.execute(f"SELECT __pgt_w, c1 FROM {buffer}").fetchall() == [(1, 2)]
     rows = roles.service.execute(
-        f"SELECT a FROM pgtrickle_views.read_{mine}('SELECT * FROM pgtrickle_views.q_{mine}') AS r (a int) ORDER BY 1"
+        f"SELECT a FROM pgtrickle_views.read_{mine}('SELECT * FROM pgtrickle_views.q_{mine}', '{{}}') AS r (a int) ORDER BY 1"
     ).fetchall()
     assert rows == [(1,), (2,)]
     with roles.service.transaction():
@@ -547,9 +640,11 @@ def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
         "SELECT pgtrickle.alter_stream_table('alice.st', schedule => '1m')",
         "SELECT pgtrickle.alter_stream_table('alice.st', query => 'SELECT 1 AS a')",
         "SELECT pgtrickle.refresh_stream_table('alice.st')",
-        f"SELECT pgtrickle._change({mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
-        f"SELECT pgtrickle._file_request({mine})",
-        f"SELECT * FROM pgtrickle_views.read_{mine}('SELECT 1') AS r (a int)",
+        f'SELECT pgtrickle._gate(\'change\', \'{{"id": {mine}, "schedule": "1m"}}\')',
+        f"SELECT pgtrickle._gate('request', '{{\"id\": {mine}}}')",
+        f"SELECT pgtrickle._change('alice', {mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
+        f"SELECT pgtrickle._file_request('alice', {mine}, NULL)",
+        f"SELECT * FROM pgtrickle_views.read_{mine}('SELECT 1', '{{}}') AS r (a int)",
         f"SELECT pgtrickle_views.write_{mine}('DROP TABLE alice.t', NULL)",
         f"CREATE OR REPLACE FUNCTION pgtrickle_views.read_{mine}(query text) RETURNS SETOF record LANGUAGE sql AS ''",
         "SELECT pgtrickle.create_stream_table('bob.x', 'SELECT a FROM alice.t')",
@@ -558,7 +653,8 @@ def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
         "SELECT * FROM pgtrickle_changes.pgt_activity",
         "SELECT pgtrickle._mark('x', 'TRUNCATE')",
         "SELECT pgtrickle._forget_source('x')",
-        "SELECT pgtrickle._track('alice.t', '{1}')",
+        "SELECT pgtrickle._track('alice', 'alice.t', '{1}')",
+        "SELECT pgtrickle._gate('track', jsonb_build_object('source', 'alice.t'::regclass::oid, 'columns', ARRAY[1]))",
         "SELECT pgtrickle.emergency_stop()",
         "SELECT pgtrickle.set('enabled', 'off')",
     ):
@@ -623,11 +719,22 @@ def test_a_function_that_may_not_be_called_is_refused(roles: Roles) -> None:
         create(roles.bob, "bob.x", "SELECT alice.f(a) AS f FROM bob.t")
 
 
-def test_names_taken_by_a_stranger_do_not_stop_creation(roles: Roles) -> None:
-    for number in range(1, 4):
-        roles.bob.execute(f"CREATE FUNCTION pgtrickle_views.read_{number}(text) RETURNS int LANGUAGE sql AS 'SELECT 1'")
-    roles.bob.execute("CREATE VIEW pgtrickle_views.q_4 AS SELECT 1 AS a")
-    assert create(roles.alice, "st", "SELECT a FROM t") == 5
+def test_the_right_to_create_ends_with_the_creation(roles: Roles) -> None:
+    """Objects in pgtrickle_views belong to owners of stream tables, but nobody creates others there."""
+    create(roles.bob, "bob.mine", "SELECT 1 AS a")
+    planted = "CREATE FUNCTION pgtrickle_views.read_9(text) RETURNS int LANGUAGE sql AS 'SELECT 1'"
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        roles.bob.execute(planted)
+    # Neither by beginning a creation that is not ended, nor with something else in the middle of one.
+    begin = f"BEGIN; SELECT pgtrickle._gate('begin', '{{}}'); {planted};"
+    with pytest.raises(psycopg.errors.InvalidTransactionState, match="not created to the end"):
+        roles.bob.execute(f"{begin} COMMIT")
+    with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="read_9"):
+        roles.bob.execute(f"{begin} SELECT pgtrickle.create_stream_table('bob.other', 'SELECT 1 AS a'); COMMIT")
+    roles.bob.rollback()
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        roles.bob.execute(planted)
+    assert create(roles.alice, "st", "SELECT a FROM t") > 1
 
 
 def test_a_change_of_owner_is_noticed(roles: Roles) -> None:

@@ -48,7 +48,9 @@ def assert_equal_to_query(
         if unknown := set(by_value) - set(actual.names):
             raise ValueError(f"{stream_table} has no column {sorted(unknown)} to compare by value")
         classes = {
-            index: _equal_values(conn, actual.types[index], {row[index] for row in [*actual.rows, *expected.rows]})
+            index: _equal_values(
+                conn, stream_table, name, actual.types[index], {row[index] for row in [*actual.rows, *expected.rows]}
+            )
             for index, name in enumerate(actual.names)
             if name in by_value
         }
@@ -125,15 +127,23 @@ def _assert_same_columns(stream_table: str, query: str, actual: _Result, expecte
         )
 
 
-def _equal_values(conn: psycopg.Connection[Any], type_oid: int, texts: set[str | None]) -> dict[str | None, str | None]:
-    """For every text the first one that PostgreSQL's `=` takes for the same value.
+def _equal_values(
+    conn: psycopg.Connection[Any], stream_table: str, column: str, type_oid: int, texts: set[str | None]
+) -> dict[str | None, str | None]:
+    """For every text the first one that PostgreSQL's `=` takes for the same value, by the column's collation.
 
     From the texts that were fetched: running the query again may give another text for the same group.
     """
     type_name = _fetch(conn, sql.SQL("SELECT format_type({}, NULL)").format(sql.Literal(type_oid))).rows
     ((name,),) = type_name
-    query = sql.SQL("SELECT dense_rank() OVER (ORDER BY value::{}), value FROM unnest({}::text[]) AS value").format(
-        _trusted(name or ""), sql.Literal(list(texts))
+    row = conn.execute(
+        "SELECT n.nspname, l.collname FROM pg_attribute AS a JOIN pg_collation AS l ON l.oid = a.attcollation"
+        " JOIN pg_namespace AS n ON n.oid = l.collnamespace WHERE a.attrelid = %s::text::regclass AND a.attname = %s",
+        (stream_table, column),
+    ).fetchone()
+    collate = sql.SQL(" COLLATE {}").format(sql.Identifier(*row)) if row is not None else sql.SQL("")
+    query = sql.SQL("SELECT dense_rank() OVER (ORDER BY value::{}{}), value FROM unnest({}::text[]) AS value").format(
+        _trusted(name or ""), collate, sql.Literal(list(texts))
     )
     by_rank: dict[str | None, list[str | None]] = defaultdict(list)
     for rank, value in _fetch(conn, query).rows:

@@ -57,8 +57,11 @@ class WrittenTypes:
     def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:
         return list(branches[0])
 
+    def casts_for_equality(self, left: PgType, right: PgType) -> tuple[str | None, str | None]:
+        return None, None
 
-def plan_query(text: str) -> Program:
-    """The program of a query over the relations above."""
-    relations = {(relation.schema, relation.name): relation for relation in RELATIONS}
+
+def plan_query(text: str, tables: Sequence[Relation] = RELATIONS) -> Program:
+    """The program of a query over the relations above, or over others."""
+    relations = {(relation.schema, relation.name): relation for relation in tables}
     return build_program(text, Binder(relations, WrittenTypes(), frozenset({"string_agg"})))

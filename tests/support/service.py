@@ -10,6 +10,7 @@ import psycopg
 
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.service import Service
+from tests.support.database import APP_ROLE
 
 TIMEOUT = 120.0
 
@@ -18,7 +19,10 @@ TIMEOUT = 120.0
 def running_service(dsn: str, *databases: str, lease_seconds: float = 30.0) -> Iterator[Service]:
     """A service for these databases of a server, from when all their schedulers run; it drains at the end."""
     server = ServerConfig("test", dsn, databases)
-    service = Service(ServiceConfig((server,), lease_seconds=lease_seconds, list_seconds=0.2, replica_seconds=0.5))
+    config = ServiceConfig(
+        (server,), lease_seconds=lease_seconds, list_seconds=0.2, replica_seconds=0.5, trusted_owners=(APP_ROLE,)
+    )
+    service = Service(config)
     service.start()
     try:
         until(lambda: all(database in service.launchers[0].databases for database in databases))

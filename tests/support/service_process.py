@@ -20,6 +20,7 @@ import psycopg
 from prometheus_client.parser import text_string_to_metric_families
 
 from pgtrickle.service.config import ServerConfig
+from tests.support.database import APP_ROLE
 from tests.support.killable import REPOSITORY, is_dead
 from tests.support.service import until
 
@@ -54,7 +55,8 @@ class ServiceProcess:
         self._address = f"127.0.0.1:{_free_port()}"
         seconds = {"lease_seconds": lease_seconds, "list_seconds": 0.5, "replica_seconds": 0.5}
         config = directory / f"{_number(directory)}.toml"
-        service: dict[str, float | str] = {**seconds, "http": self._address, "log_format": "json"}
+        service: dict[str, float | str | list[str]] = {**seconds, "http": self._address, "log_format": "json"}
+        service["trusted_owners"] = [APP_ROLE]
         config.write_text(_toml(service, servers), encoding="utf-8")
         self.log_path = config.with_suffix(".log")
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
@@ -161,7 +163,7 @@ class ServiceProcess:
         return [entry["message"] for entry in self.log()]
 
 
-def _toml(service: Mapping[str, float | str], servers: Sequence[ServerConfig]) -> str:
+def _toml(service: Mapping[str, float | str | list[str]], servers: Sequence[ServerConfig]) -> str:
     """A configuration file; JSON's strings, numbers and lists are TOML's too."""
     lines = ["[service]", *(f"{name} = {json.dumps(value)}" for name, value in service.items())]
     for server in servers:

@@ -53,3 +53,18 @@ def test_groups_by_request_bring_along_what_they_read() -> None:
     tables = {1: ["a"], 4: ["b"], 5: ["c"], 7: ["c"], 8: ["c"]}
     dag = Dag.of(upstream, tables, {3: "one", 4: "one", 6: "other", 7: "other"})
     assert set(dag.groups.values()) == {frozenset({1, 2, 3, 4}), frozenset({5, 6, 7})}
+
+
+def test_a_cycle_that_slipped_into_the_catalog_does_not_go_on_for_ever() -> None:
+    dag = Dag.of({1: [2], 2: [3], 3: [1], 5: [4]}, {4: ["a"], 5: ["a"]})
+    assert set(dag.groups.values()) == {frozenset({4, 5})}
+
+
+def test_a_group_is_of_one_owner() -> None:
+    """Its members fail together: what one owner's code breaks is not another's."""
+    dag = Dag.of({3: [1, 2]}, {1: ["a"], 2: ["a"]}, owners={1: 10, 2: 10, 3: 20})
+    assert set(dag.groups.get(1, frozenset({1}))) == {1}
+    assert set(dag.groups.get(3, frozenset({3}))) == {3}
+    asked = Dag.of({}, {1: ["a"], 2: ["b"], 3: ["c"]}, {1: "g", 2: "g", 3: "g"}, owners={1: 10, 2: 10, 3: 20})
+    assert asked.groups[1] == frozenset({1, 2})
+    assert asked.groups.get(3, frozenset({3})) == frozenset({3})

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from pgtrickle.service.pool import Pool, Share, Task
+from pgtrickle.service.pool import Pool
+from pgtrickle.service.turns import Share, Task
 from pgtrickle.service.units import Kind, Unit
 
 

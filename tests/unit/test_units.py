@@ -10,8 +10,18 @@ from pgtrickle.service.units import MOST_FUSED, Due, Unit, plan_units
 NOW = datetime.now(UTC)
 
 
-def due(id_: int, *, asked: bool = False, seconds: float = 0.1, fills_long: bool = False, tier: str = "hot") -> Due:
-    return Due(id_, asked, NOW, seconds, fills_long, tier)
+def due(
+    id_: int,
+    *,
+    asked: bool = False,
+    seconds: float = 0.1,
+    fills_long: bool = False,
+    tier: str = "hot",
+    owner: int = 1,
+    every: float = 60.0,
+    proven: bool = True,
+) -> Due:
+    return Due(id_, asked, NOW, seconds, fills_long, tier, owner=owner, every=every, proven=proven)
 
 
 def test_quick_ones_share_a_unit_and_slow_ones_do_not() -> None:
@@ -30,7 +40,7 @@ def test_order_is_asked_then_groups_then_the_rest_and_tiers_within() -> None:
 
 def test_a_group_waits_for_a_member_that_is_in_work() -> None:
     dag = Dag.of({3: [1, 2]}, {1: ["a"], 2: ["a"]})
-    assert plan_units([due(1), due(4)], dag, {2}, tiered=True) == [Unit("SINGLETON", (4,), 0, False)]
+    assert plan_units([due(1), due(4)], dag, {2}, tiered=True) == [Unit("SINGLETON", (4,), 0, False, 1, 60.0)]
     assert plan_units([due(1)], dag, {1}, tiered=True) == []
 
 
@@ -43,3 +53,20 @@ def test_who_waits_for_a_member_makes_the_group_urgent() -> None:
 def test_very_many_are_several_units() -> None:
     units = plan_units([due(i) for i in range(2 * MOST_FUSED + 1)], Dag(), set(), tiered=True)
     assert [len(unit.ids) for unit in units] == [MOST_FUSED, MOST_FUSED, 1]
+
+
+def test_requests_and_what_may_take_any_time_share_a_unit_with_the_same_owner_only() -> None:
+    items = [due(1), due(2, owner=2), due(3, proven=False), due(4, owner=2, proven=False), due(5, proven=False)]
+    units = plan_units([*items, due(6, asked=True), due(7, asked=True, owner=2)], Dag(), set(), tiered=True)
+    assert {(unit.ids, unit.owner) for unit in units} == {
+        ((1, 2), None),
+        ((3, 5), 1),
+        ((4,), 2),
+        ((6,), 1),
+        ((7,), 2),
+    }
+
+
+def test_a_unit_has_the_patience_of_the_shortest_schedule_in_it() -> None:
+    (unit,) = plan_units([due(1, every=0.5), due(2, every=3600.0)], Dag(), set(), tiered=True)
+    assert unit.patience == 0.5

@@ -1,6 +1,9 @@
 -- The service is alive, keeps its claims, and tells what it works with.
 UPDATE pgtrickle.pgt_services
-SET last_seen = clock_timestamp(), lease_expires = clock_timestamp() + %(lease)s, ticked_at = clock_timestamp(),
-    tick_snapshot = pg_current_snapshot(), pool_size = %(pool_size)s, pool_active = %(pool_active)s,
+SET last_seen = clock_timestamp(), lease_expires = clock_timestamp() + %(lease)s,
+    ticked_at = statement_timestamp(), -- what the snapshot does not see is committed later
+    tick_snapshot = pg_current_snapshot(), earlier_ticks = %(ticks)s::timestamptz[], earlier_snapshots = %(snapshots)s::text[]::pg_snapshot[],
+    pool_size = %(pool_size)s, pool_active = %(pool_active)s,
     plans_found = %(plans_found)s, plans_made = %(plans_made)s, settings = %(settings)s
-WHERE service_id = %(service)s;
+WHERE service_id = %(service)s
+RETURNING ticked_at, tick_snapshot::text;

@@ -47,8 +47,12 @@ SELECT v.pgt_id,
                                FROM pgtrickle.pgt_stream_tables s
                                JOIN pg_trigger t ON t.tgrelid = s.pgt_relid AND t.tgname = 'pgtrickle_guard'
                                WHERE s.pgt_id = v.pgt_id AND s.st_placement = 'local'), '')) AS meaning,
-       (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, c.relnamespace, a.attnum, a.attname, a.atttypid, a.atttypmod),
+       (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, n.nspname, a.attnum, a.attname, a.atttypid, a.atttypmod),
                               ',' ORDER BY a.attrelid, a.attnum)
+                   -- Texts are bound to names: another function of the same name may fit better.
+                   || coalesce((SELECT string_agg(DISTINCT p.oid::text, ',') FROM functions f JOIN pg_proc o ON o.oid = f.oid AND o.oid >= 16384
+                                JOIN pg_proc p ON p.proname = o.proname AND p.pronamespace = o.pronamespace
+                                WHERE f.pgt_id = v.pgt_id), '')
                    || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)
                                 FROM reached r JOIN pg_index i ON i.indrelid = r.oid AND i.indisunique
                                 WHERE r.pgt_id = v.pgt_id), '')
@@ -64,6 +68,7 @@ SELECT v.pgt_id,
                                 WHERE r.pgt_id = v.pgt_id), ''))
         FROM reached
         JOIN pg_class c ON c.oid = reached.oid
+        JOIN pg_namespace n ON n.oid = c.relnamespace
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
         WHERE reached.pgt_id = v.pgt_id) AS shape,
        pgtrickle._labels(ARRAY(SELECT t.oid FROM types t WHERE t.pgt_id = v.pgt_id)) AS labels

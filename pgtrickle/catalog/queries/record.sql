@@ -4,7 +4,8 @@ WITH moved AS (
     SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,
         status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
-        claimed_by = NULL, consecutive_errors = 0, last_error = NULL, polled = %(polled)s, fuse_passes = false,
+        claimed_by = NULL, consecutive_errors = 0, counted_errors = 0, last_error = NULL, error_kind = NULL, failed_at = NULL,
+        alerted = CASE WHEN status = 'SUSPENDED' THEN alerted END, polled = %(polled)s, fuse_passes = false,
         last_seconds = %(seconds)s, own_seconds = %(cost)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
         full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
         -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
@@ -23,6 +24,15 @@ WITH moved AS (
            'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s, %(frontier)s
     WHERE NOT (%(action)s = 'NO_DATA' AND %(by)s = 'SCHEDULE')
     RETURNING refresh_id
+), relayed AS (
+    -- Who reads this stream table lacks what it lacked until now.
+    UPDATE pgtrickle_changes.pgt_activity
+    SET waiting_since = (SELECT known_at FROM pgtrickle._freshness(ARRAY[%(id)s::bigint]))
+    WHERE %(changed)s AND xid = pg_current_xact_id_if_assigned()::text::bigint
+      AND source_stable_name = (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking t
+                                JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid WHERE s.pgt_id = %(id)s)
+), caught_up AS (
+    DELETE FROM pgtrickle.pgt_behind WHERE pgt_id = %(id)s
 ), answered AS (
     UPDATE pgtrickle.pgt_requests
     SET status = 'DONE', finished_at = clock_timestamp(), refresh_id = (SELECT refresh_id FROM written), error = NULL

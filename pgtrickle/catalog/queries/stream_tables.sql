@@ -25,6 +25,7 @@ SELECT s.pgt_id,
        s.pooler_compatibility_mode,
        s.lost_members,
        s.st_placement,
+       s.has_former_row_ids,
        s.output_distribution_column,
        coalesce(elsewhere.databases, '{}') AS databases,
        EXISTS (SELECT FROM pgtrickle.pgt_dependencies d WHERE d.pgt_id = s.pgt_id AND d.source_type <> 'OTHER_DATABASE' AND d.through IS NULL) AS reads_here,
@@ -33,9 +34,11 @@ SELECT s.pgt_id,
        s.session_settings,
        s.defining_query,
        pg_get_userbyid(c.relowner) AS owner,
-       c.relowner = current_user::regrole AS own,
-       coalesce(pgtrickle._ownership_problem(s.pgt_id), pgtrickle._privilege_problem(s.pgt_id)) AS problem
-FROM pgtrickle.pgt_stream_tables s
+       c.relowner = quote_ident(current_user)::regrole AS own,
+       coalesce(pgtrickle._ownership_problem(s.pgt_id), pgtrickle._privilege_problem(s.pgt_id)) AS problem,
+       c.relowner <> quote_ident(current_user)::regrole AND NOT pgtrickle._are_owner_functions_current(s.pgt_id) AS outdated,
+       pgtrickle._hidden_sources(s.view_relid) AS hidden
+FROM pgtrickle.pgt_visible_stream_tables s
 LEFT JOIN pg_class c ON c.oid = s.pgt_relid
 CROSS JOIN LATERAL (
     SELECT array_agg(DISTINCT f.database) AS databases

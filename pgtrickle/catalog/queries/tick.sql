@@ -11,12 +11,12 @@ WITH RECURSIVE active AS MATERIALIZED (
 ), newest AS (
     SELECT database, source_stable_name, max(xid) AS xid FROM active GROUP BY 1, 2
 ), candidate AS (
-    SELECT pgt_id, bool_or(asked) AS asked, bool_or(unprompted) AS unprompted FROM (
-        SELECT pgt_id, true AS asked, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING'
+    SELECT pgt_id, max(asked_at) AS asked_at, bool_or(unprompted) AS unprompted FROM (
+        SELECT pgt_id, requested_at AS asked_at, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING'
         UNION ALL
-        SELECT d.pgt_id, false, false FROM newest JOIN pgtrickle.pgt_dependencies d USING (source_stable_name)
+        SELECT d.pgt_id, NULL, false FROM newest JOIN pgtrickle.pgt_dependencies d USING (source_stable_name)
         UNION ALL
-        SELECT pgt_id, false, true FROM pgtrickle.pgt_stream_tables WHERE polled OR reinit_reason IS NOT NULL
+        SELECT pgt_id, NULL, true FROM pgtrickle.pgt_stream_tables WHERE polled OR reinit_reason IS NOT NULL
     ) AS each GROUP BY 1
 ), free AS NOT MATERIALIZED (
     SELECT s.*, s.status IN ('ACTIVE', 'INITIALIZING') AND s.tier IS DISTINCT FROM 'frozen'
@@ -26,9 +26,12 @@ WITH RECURSIVE active AS MATERIALIZED (
            OR NOT EXISTS (SELECT FROM pgtrickle.pgt_services h
                           WHERE h.service_id = s.claimed_by AND h.lease_expires > clock_timestamp()))
 ), due AS (
-    SELECT s.pgt_id, s.pgt_relid, c.asked, c.asked OR s.next_due <= clock_timestamp() AS now
+    SELECT s.pgt_id, s.pgt_relid, a.asked, a.asked OR s.next_due <= clock_timestamp() AS now
     FROM candidate c JOIN free s USING (pgt_id)
-    WHERE c.asked
+    -- A request is served at once, but after a failure only when its pause is over: another request makes it try at once.
+    CROSS JOIN LATERAL (SELECT c.asked_at IS NOT NULL AND (s.failed_at IS NULL OR c.asked_at > s.failed_at
+                                                           OR s.next_due <= clock_timestamp())) AS a (asked)
+    WHERE a.asked
        OR s.may AND (c.unprompted OR EXISTS (
               SELECT FROM pgtrickle.pgt_dependencies d JOIN newest n USING (source_stable_name)
               CROSS JOIN LATERAL (
@@ -65,6 +68,9 @@ SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.o
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        ARRAY(SELECT DISTINCT split_part(d.source_stable_name, '/', 1) FROM pgtrickle.pgt_dependencies d
              WHERE d.pgt_id = s.pgt_id AND d.source_type = 'OTHER_DATABASE' ORDER BY 1) AS databases,
+       (SELECT c.relowner::bigint FROM pg_class c WHERE c.oid = s.pgt_relid) AS owner,
+       coalesce(extract(epoch FROM s.every * s.stretch)::double precision, 'Infinity') AS every,
+       s.own_seconds IS NOT NULL AND s.consecutive_errors = 0 AS proven,
        CASE WHEN reached.pgt_id IS NOT NULL THEN 0
             ELSE greatest(0, extract(epoch FROM s.next_due - clock_timestamp()))::double precision END AS due_in
 FROM reached FULL JOIN due USING (pgt_id) JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)

@@ -66,8 +66,10 @@ AS $$
                                              ON p.name = 'service_role' AND p.value = r.rolname))
           AND lower(split_part(entry, '=', 1)) = 'pg_trickle.' || known.name
         UNION ALL
-        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it.
-        SELECT 5, 'server', nullif(current_setting('pg_trickle.' || known.name, true), '')
+        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it. Everybody can set such a name in a session of
+        -- their own, and nothing tells where a value comes from: only in those of administrators it counts.
+        SELECT 5, 'server', CASE WHEN has_function_privilege(session_user, 'pgtrickle._administer()', 'EXECUTE')
+                                 THEN nullif(current_setting('pg_trickle.' || known.name, true), '') END
         UNION ALL
         SELECT 6, 'pgtrickle.set', p.value FROM pgtrickle.pgt_settings AS p WHERE p.name = known.name
         UNION ALL
@@ -83,33 +85,10 @@ AS $$
     SELECT s.value FROM pgtrickle._setting_sources($1) AS s WHERE s.value IS NOT NULL ORDER BY s.rank LIMIT 1
 $$;
 
--- Who called, seen from inside a SECURITY DEFINER function, where current_user is that function's owner.
-CREATE OR REPLACE FUNCTION pgtrickle._caller() RETURNS name
-LANGUAGE sql STABLE
-AS $$
-    SELECT coalesce(nullif(pg_catalog.current_setting('role'), 'none'), session_user)::name
-$$;
-
 CREATE OR REPLACE FUNCTION pgtrickle._service_role() RETURNS name
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT value::name FROM pgtrickle.pgt_settings WHERE name = 'service_role'
-$$;
-
-CREATE OR REPLACE FUNCTION pgtrickle._require_administrator(action text) RETURNS void
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    caller name := pgtrickle._caller();
-BEGIN
-    IF NOT (pg_has_role(caller, (SELECT nspowner FROM pg_namespace WHERE nspname = 'pgtrickle'), 'MEMBER')
-            OR pg_has_role(caller, (SELECT datdba FROM pg_database WHERE datname = current_database()), 'MEMBER')
-            OR caller = pgtrickle._service_role()) THEN
-        RAISE EXCEPTION 'role % may not %', quote_ident(caller), action
-            USING ERRCODE = 'insufficient_privilege',
-                  HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
-    END IF;
-END
 $$;
 
 -- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by itself.
@@ -126,17 +105,16 @@ AS $$
     SELECT pg_notify('pg_trickle_dag_rebuild', '') WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle.set(name text, value text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._set(name text, value text, changed_by name) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     short text := regexp_replace(lower(name), '^pg_trickle\.', '');
     known record;
 BEGIN
-    PERFORM pgtrickle._require_administrator(format('change the setting pg_trickle.%s', short));
     SELECT * INTO known FROM pgtrickle._known_settings() AS k WHERE k.name = short;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'there is no setting %', quote_literal(set.name)
+        RAISE EXCEPTION 'there is no setting %', quote_literal(_set.name)
             USING ERRCODE = 'undefined_object',
                   HINT = 'Known settings: '
                          || (SELECT string_agg(k.name, ', ' ORDER BY k.name) FROM pgtrickle._known_settings() AS k) || '.';
@@ -147,7 +125,7 @@ BEGIN
         RAISE EXCEPTION 'setting % cannot be %', short, quote_literal(value)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It takes ' || known.meaning || '.';
     ELSE
-        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, pgtrickle._normal_value(value, known.pattern), pgtrickle._caller())
+        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, pgtrickle._normal_value(value, known.pattern), changed_by)
         ON CONFLICT ON CONSTRAINT pgt_settings_pkey
         DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
     END IF;
@@ -157,6 +135,15 @@ BEGIN
         PERFORM pgtrickle._settle_schedules();
     END IF;
     PERFORM pgtrickle._wake('setting ' || short);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.set(name text, value text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_administrator(format('change the setting %s', name));
+    PERFORM pgtrickle._set(name, value, current_user);
 END
 $$;
 

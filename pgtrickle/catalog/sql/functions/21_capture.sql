@@ -14,7 +14,6 @@ BEGIN
     END IF;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._mark(text, text) FROM PUBLIC;
 
 -- Asked only when a buffer is larger than the limit that its capture function knows: reading the setting in every
 -- statement would cost as much as capturing. With a service at work the rows will be read.
@@ -26,7 +25,6 @@ AS $$
        AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._tree(buffer) AS part)
            > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._overflows(regclass) FROM PUBLIC;
 
 -- A MERGE that moves rows to another partition leaves them out of the transition tables of its UPDATE (PostgreSQL 15
 -- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen not to be one, while rows
@@ -37,8 +35,10 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     below text := substr(context, nullif(strpos(context, E'\n'), 0) + 1);
-    statement text := CASE WHEN below IS NULL THEN current_query() ELSE substring(below FROM '^SQL statement "(.*?)"(?:\nPL/pgSQL|\nSQL|$)') END;
+    statement text := CASE WHEN below IS NULL THEN current_query() ELSE substring(below FROM '^SQL statement "(.*)"(?:\nPL/pgSQL|\nSQL|$)') END;
 BEGIN
+    -- A statement's text can contain what looks like its end: so it is taken to the last one, less the lines that PL/pgSQL adds for each function.
+    statement := regexp_replace(statement, '\nPL/pgSQL function [\w.$]+\([\w ,.\[\]]*\) line \d+ at [A-Za-z ]+(?=\n|$)', '', 'g');
     IF statement !~* '\m(merge|execute)\M' THEN
         RETURN false;
     END IF;
@@ -58,7 +58,6 @@ BEGIN
         WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member.relid AND t.tgfoid = capture));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._is_uncovered(oid, oid) FROM PUBLIC;
 
 -- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are not
 -- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too. And whether all is captured that is
@@ -78,7 +77,6 @@ BEGIN
           AND NOT (attname = names[attnum] AND atttypid = types[attnum] AND atttypmod = typmods[attnum]));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._columns_fit_now(regclass, name[], oid[], int[]) FROM PUBLIC;
 
 -- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the source is
 -- altered, because it names the source as a regclass constant; a writer who has the table locked has heard of every ALTER
@@ -91,7 +89,6 @@ BEGIN
     RETURN pgtrickle._columns_fit_now(source, names, types, typmods);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._columns_fit(regclass, name[], oid[], int[]) FROM PUBLIC;
 
 -- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail and must not store a
 -- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
@@ -146,8 +143,11 @@ BEGIN
         ELSIF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
             IF current_setting('transaction_isolation') = 'read committed' THEN
                 RETURN NULL; -- a partition that was detached
+            ELSIF %2$s NOT IN (SELECT pg_partition_ancestors(TG_RELID)) THEN -- which sees the present
+                RAISE EXCEPTION 'could not serialize access to %%, whose parents have changed', TG_RELID::regclass
+                    USING ERRCODE = 'serialization_failure', HINT = 'Retry the transaction.';
             END IF;
-            wanting := 'SCHEMA'; -- or one that was attached after this snapshot
+            wanting := 'SCHEMA'; -- one that was attached after this snapshot
         ELSIF TG_OP = 'TRUNCATE' THEN
             wanting := 'TRUNCATE';
         ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) > %4$s
@@ -285,4 +285,3 @@ AS $$
     FROM pgtrickle.pgt_change_tracking AS t
     JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._spread_buffer_limit() FROM PUBLIC;

@@ -1,14 +1,11 @@
 -- The change buffer and the capture function of a source: created, widened, brought up to date.
 
-CREATE OR REPLACE FUNCTION pgtrickle._require_trigger_right(source regclass) RETURNS void
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+-- Who may have the changes of a table captured. The service makes capture fit the table through functions of a stream table's owner.
+CREATE OR REPLACE FUNCTION pgtrickle._require_trigger_right(caller name, source regclass) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    caller name := pgtrickle._caller();
 BEGIN
-    -- The service works through functions of the stream table's owner, whose rights are checked at the triggers.
-    IF NOT (has_table_privilege(caller, source, 'TRIGGER') OR pg_has_role(caller, current_user, 'MEMBER')
-            OR caller = pgtrickle._service_role()) THEN
+    IF NOT (has_table_privilege(caller, source, 'TRIGGER') OR has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')) THEN
         RAISE EXCEPTION 'role % has no TRIGGER privilege on %', quote_ident(caller), source
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask the owner of %s to run: GRANT TRIGGER ON %s TO %I;', source, source, caller);
@@ -32,7 +29,40 @@ BEGIN
     RETURN true;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._write_capture_function(text, text, text) FROM PUBLIC;
+
+-- CREATE TRIGGER takes EXECUTE on the function. Only roles that may create triggers on the source get it: attached to another table, it would write
+-- into the source's buffer. Row triggers are copied by whoever creates a partition, and look themselves whose they are.
+CREATE OR REPLACE FUNCTION pgtrickle._grant_capture(caller name, source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    capture regprocedure;
+    role name;
+BEGIN
+    PERFORM pgtrickle._require_trigger_right(caller, source);
+    SELECT to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) INTO capture
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source AND t.capture_kind <> 'row';
+    IF capture IS NULL THEN
+        RETURN;
+    END IF;
+    PERFORM pgtrickle._lock('track ' || source::oid);
+    FOR role IN
+        SELECT pg_get_userbyid(a.grantee) FROM pg_proc AS p CROSS JOIN LATERAL aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a
+        WHERE p.oid = capture AND a.grantee NOT IN (0, p.proowner) AND NOT has_table_privilege(a.grantee, source, 'TRIGGER')
+    LOOP
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM %I', capture, role);
+    END LOOP;
+    IF (SELECT EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a WHERE a.grantee = 0) FROM pg_proc AS p WHERE p.oid = capture) THEN
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', capture);
+    END IF;
+    FOR role IN
+        SELECT r.rolname FROM pg_roles AS r JOIN pg_class AS c ON c.oid = source
+        WHERE (r.rolname = caller OR r.oid = c.relowner) AND NOT has_function_privilege(r.oid, capture, 'EXECUTE')
+    LOOP
+        EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %I', capture, role);
+    END LOOP;
+END
+$$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._forget_source(stable_name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -43,24 +73,43 @@ BEGIN
     EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name, 'changes_' || stable_name);
     DELETE FROM pgtrickle_changes.pgt_markers AS m WHERE m.source_stable_name = stable_name;
     DELETE FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name;
+    DELETE FROM pgtrickle.pgt_locks AS l USING pgtrickle.pgt_change_tracking AS t
+    WHERE t.source_stable_name = stable_name AND l.name = 'track ' || t.source_relid::oid;
     DELETE FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._forget_source(text) FROM PUBLIC;
 
--- Under the stable name that is given: that of its name, if none is.
+-- The name under which changes of a table are stored: a hash of its own name, or another one where a table that was renamed has that, or one whose
+-- name has the same hash. Such names can be computed.
+CREATE OR REPLACE FUNCTION pgtrickle._stable_name(source regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce(
+        (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source),
+        (SELECT h.hash
+         FROM generate_series(1, 1 + (SELECT count(*) FROM pgtrickle.pgt_change_tracking)) AS number
+         CROSS JOIN LATERAL (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname) || coalesce(' ' || nullif(number, 1), ''))) AS h (hash)
+         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS other ON other.oid = t.source_relid
+                           WHERE t.source_stable_name = h.hash)
+         ORDER BY number LIMIT 1))
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
+$$;
+
+-- Under the stable name that is given, or one of its own.
 CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text, given_name text DEFAULT NULL) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    source_name text := (SELECT format('%I.%I', n.nspname, c.relname) FROM pg_class AS c
-                         JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source);
-    stable_name text := coalesce(given_name, pgtrickle.stable_hash(source_name));
+    stable_name text := coalesce(given_name, pgtrickle._stable_name(source));
     buffer text := 'pgtrickle_changes.changes_' || stable_name;
     taken_by oid;
 BEGIN
     SELECT source_relid INTO taken_by FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
-    IF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) AND NOT pgtrickle._is_unused(stable_name) THEN
+    IF taken_by IS NOT NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
+        -- An old snapshot does not see who has begun to use it.
+        RAISE EXCEPTION '% cannot be tracked in a transaction that is %', source, current_setting('transaction_isolation')
+            USING ERRCODE = 'active_sql_transaction', HINT = 'Create the stream table in a READ COMMITTED transaction.';
+    ELSIF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) AND NOT pgtrickle._is_unused(stable_name) THEN
         RAISE EXCEPTION '% cannot be tracked: the changes of %, which had that name before, are stored under it',
                 source, taken_by::regclass
             USING ERRCODE = 'duplicate_object',
@@ -76,6 +125,7 @@ BEGIN
                    'spare_' || stable_name, buffer);
     EXECUTE format('CREATE SEQUENCE pgtrickle_changes.%I OWNED BY %s.__pgt_xid', 'turn_' || stable_name, buffer);
     PERFORM setval(format('pgtrickle_changes.%I', 'turn_' || stable_name)::regclass, 1);
+    PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(buffer::regclass) AS part;
     IF pgtrickle._service_role() <> current_user THEN
         EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
     END IF;
@@ -84,19 +134,20 @@ BEGIN
     RETURN stable_name;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._begin_tracking(regclass, text, text) FROM PUBLIC;
 
 -- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of
--- the transaction, and a stream table more needs no lock on the source. Its creators come one after the other: two
--- GRANTs on one buffer at the same time fail.
-CREATE OR REPLACE FUNCTION pgtrickle._is_captured(source regclass, columns smallint[]) RETURNS boolean
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+-- the transaction, and a stream table more needs no lock on the source.
+CREATE OR REPLACE FUNCTION pgtrickle._is_captured(caller name, source regclass, columns smallint[]) RETURNS boolean
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     tracking record;
 BEGIN
+    IF NOT has_any_column_privilege(caller, source, 'SELECT') THEN
+        PERFORM pgtrickle._require_trigger_right(caller, source);
+    END IF;
     SELECT t.*, to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) AS capture INTO tracking
-    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR UPDATE;
+    FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR KEY SHARE;
     RETURN FOUND
         AND tracking.capture_kind = pgtrickle._capture_kind(source)
         AND tracking.tracked_columns = pgtrickle._stored_columns(source, tracking.tracked_columns || columns)
@@ -112,8 +163,8 @@ $$;
 
 -- Makes buffer and capture function fit the source as it is now, with these columns among the tracked ones. The
 -- caller holds SHARE ROW EXCLUSIVE on the source, or its triggers are yet to come. Returns the source's stable name.
-CREATE OR REPLACE FUNCTION pgtrickle._track(source regclass, columns smallint[]) RETURNS text
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+CREATE OR REPLACE FUNCTION pgtrickle._track(caller name, source regclass, columns smallint[]) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     kind text := pgtrickle._capture_kind(source);
@@ -123,13 +174,13 @@ DECLARE
     col record;
     lossy boolean := false;
 BEGIN
-    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pgtrickle._require_trigger_right(caller, source);
     -- Two who begin on the same source: the second finds what the first made.
-    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.track ' || source::oid, 0));
+    PERFORM pgtrickle._lock('track ' || source::oid);
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking WHERE source_relid = source) THEN
         PERFORM pgtrickle._begin_tracking(source, kind);
     END IF;
-    SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source FOR UPDATE;
+    SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source FOR NO KEY UPDATE;
     wanted := pgtrickle._stored_columns(source, tracking.tracked_columns || columns);
 
     FOR col IN
@@ -151,6 +202,7 @@ BEGIN
     END LOOP;
     IF changes <> '{}' THEN
         EXECUTE format('ALTER TABLE %s %s', tracking.buffer_relid, array_to_string(changes, ', '));
+        PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(tracking.buffer_relid) AS part;
     END IF;
     IF lossy THEN
         PERFORM pgtrickle._mark(tracking.source_stable_name, 'SCHEMA');
@@ -163,6 +215,7 @@ BEGIN
     IF (tracking.tracked_columns, tracking.capture_kind) IS DISTINCT FROM (wanted, kind) THEN
         UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind WHERE source_relid = source;
     END IF;
+    PERFORM pgtrickle._grant_capture(caller, source);
     RETURN tracking.source_stable_name;
 END
 $$;

@@ -134,7 +134,7 @@ DECLARE
     stable_name text;
     of_citus boolean := pgtrickle._is_citus_source(source);
 BEGIN
-    IF NOT of_citus AND pgtrickle._is_captured(source, columns) THEN
+    IF NOT of_citus AND pgtrickle._gate('is_captured', jsonb_build_object('source', source::oid, 'columns', columns))::boolean THEN
         RETURN (SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = source);
     END IF;
     PERFORM pgtrickle._check_trigger_rights(source);
@@ -143,8 +143,9 @@ BEGIN
         IF of_citus THEN
             stable_name := pgtrickle._attach_shards(source);
         ELSE
+            PERFORM pgtrickle._gate('grant_capture', jsonb_build_object('source', source::oid));
             PERFORM pgtrickle._lock_source(source);
-            stable_name := pgtrickle._track(source, columns);
+            stable_name := pgtrickle._gate('track', jsonb_build_object('source', source::oid, 'columns', columns)) ->> 0;
             PERFORM pgtrickle._attach_triggers(source);
         END IF;
     EXCEPTION WHEN lock_not_available THEN

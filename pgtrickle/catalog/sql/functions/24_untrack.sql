@@ -21,16 +21,14 @@ BEGIN
         AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = source);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._is_unused(text) FROM PUBLIC;
 
 -- Ends the capture of one source for good. Where its table cannot be locked at once, the function is made to do
--- nothing, which needs no lock: false is returned, and the next call tries the rest again.
+-- nothing, which needs no lock: false is returned, and the next call tries the rest again. The caller says how long to wait, by lock_timeout: 500 ms at
+-- most for all sources together, for that is shorter than deadlock_timeout, and somebody may hold a table and wait for what the caller holds.
 CREATE OR REPLACE FUNCTION pgtrickle._end_capture(stable_name text, only_unused boolean) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 BEGIN
-    -- Shorter than deadlock_timeout: somebody who begins to track holds the table and waits for the row locked here.
-    PERFORM set_config('lock_timeout', '500ms', true);
     BEGIN
         IF NOT only_unused THEN
             PERFORM pgtrickle._drop_capture_function(stable_name);
@@ -46,23 +44,36 @@ BEGIN
     END;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._end_capture(text, boolean) FROM PUBLIC;
 
--- Ends the capture of sources without a stream table; returns those whose triggers still stand.
+-- Ends the capture of sources without a stream table; returns those whose triggers still stand. It locks them until the end of the transaction, so the
+-- caller must be their owner, or an administrator; the service does it for others.
 CREATE OR REPLACE FUNCTION pgtrickle._untrack_unused() RETURNS SETOF regclass
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT left_over::oid::regclass FROM jsonb_array_elements_text(pgtrickle._gate('untrack_unused', '{}')) AS left_over
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._untrack(caller name) RETURNS SETOF regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     former text := current_setting('lock_timeout');
     tracking record;
 BEGIN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RETURN; -- an old snapshot does not see who has begun to use a source
+    END IF;
+    PERFORM set_config('lock_timeout', '500ms', true);
     FOR tracking IN
         SELECT t.source_relid, t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t
         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = t.source_relid)
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.source_relid)
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = t.source_relid)
+          AND (has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
+               OR coalesce((SELECT pgtrickle._acts_for(caller, r.relowner) FROM pg_class AS r WHERE r.oid = t.source_relid), true))
     LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, true) THEN
+            PERFORM set_config('lock_timeout', '1ms', true);
             RETURN NEXT tracking.source_relid;
         END IF;
     END LOOP;
@@ -72,23 +83,35 @@ $$;
 
 -- Ends all capture now. Stream tables keep their contents and are suspended until resume_capture(). Returned are the
 -- sources whose triggers could not be dropped because the table is locked; they do nothing any more.
-CREATE OR REPLACE FUNCTION pgtrickle.emergency_stop() RETURNS SETOF regclass
+CREATE OR REPLACE FUNCTION pgtrickle._stop_capture() RETURNS SETOF regclass
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     former text := current_setting('lock_timeout');
     tracking record;
 BEGIN
-    PERFORM pgtrickle._require_administrator('stop the capture of changes');
+    -- All rows at once, and nothing held meanwhile: applies of a group lock theirs in another order.
+    LOCK TABLE pgtrickle.pgt_stream_tables IN SHARE ROW EXCLUSIVE MODE;
     UPDATE pgtrickle.pgt_stream_tables
     SET status = 'SUSPENDED', status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason ELSE 'emergency stop' END,
         reinit_reason = 'emergency stop', updated_at = now();
+    PERFORM set_config('lock_timeout', '500ms', true);
     FOR tracking IN SELECT source_relid, source_stable_name FROM pgtrickle.pgt_change_tracking LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, false) THEN
+            PERFORM set_config('lock_timeout', '1ms', true);
             RETURN NEXT tracking.source_relid;
         END IF;
     END LOOP;
     PERFORM set_config('lock_timeout', former, true);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.emergency_stop() RETURNS SETOF regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_administrator('stop the capture of changes');
+    RETURN QUERY SELECT pgtrickle._stop_capture();
 END
 $$;
 

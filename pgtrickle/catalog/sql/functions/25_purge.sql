@@ -47,7 +47,6 @@ EXCEPTION WHEN lock_not_available THEN
     kept_upto := upto;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._empty_buffer(regclass, bigint, bigint[], bigint) FROM PUBLIC;
 
 -- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one they left. A writer has
 -- its number before it asks where to write; a subtransaction that begins now gets a later one.
@@ -70,7 +69,6 @@ BEGIN
     RETURN later;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._note_left(text, bigint) FROM PUBLIC;
 
 -- After a refresh: remove what every stream table on the source has passed. Returns the bytes given back. A refresh is
 -- not to wait or fail for it: where a lock cannot be had, or another process is at it, the next refresh tries again.
@@ -91,16 +89,21 @@ DECLARE
     emptied record;
     freed bigint := 0;
 BEGIN
-    PERFORM pgtrickle._require_administrator('purge change buffers'); -- who stays in the transaction holds up refreshes
     -- An old snapshot would not see what came since.
-    IF turn IS NULL OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable')
-       OR NOT pg_try_advisory_xact_lock(hashtextextended('pgtrickle.purge ' || stable_name, 0)) THEN
+    IF turn IS NULL OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
+        RETURN 0;
+    END IF;
+    PERFORM FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name FOR NO KEY UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
         RETURN 0;
     END IF;
     -- Who has not been seen for long is not waited for when there is too much: it will start over.
     IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part) > pgtrickle._setting('max_buffer_rows')::bigint THEN
         UPDATE pgtrickle.pgt_consumers AS c SET snapshot = NULL, proof = NULL, former_proof = NULL
         WHERE c.source_stable_name = stable_name AND c.proof IS NOT NULL AND c.seen_at < clock_timestamp() - interval '10 minutes';
+        UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = 'more changes waited for it than max_buffer_rows while it was suspended'
+        WHERE s.status = 'SUSPENDED' AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL
+          AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.source_stable_name = stable_name);
     END IF;
     -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
     -- change from then on. If it died, its next refresh takes the claim over. One that begins after this statement

@@ -12,13 +12,30 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._register_database(name text, dsn text, node text, roles text[]) RETURNS void
+-- A password in a DSN would be read by everybody who may use the database, and be in every dump. A variable of the service's environment may stand
+-- for it.
+CREATE OR REPLACE FUNCTION pgtrickle._require_no_password(dsn text) RETURNS void
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
+AS $$
+BEGIN
+    -- As a keyword, as an option of a URI (whose letters may be written as %xx), or before the @ of one.
+    IF regexp_replace(dsn, 'password\s*=\s*(''?)\$\{\w+\}\1(?=\s|$)', '', 'gi') ~* '(^|[\s?&''])(ssl)?password\s*='
+       OR dsn ~* '^\s*postgres(ql)?://' AND (dsn ~ '^\s*\w+://[^/@]*:(?!\$\{\w+\}@)[^/]*@' OR dsn ~ '[?&][^=&]*%[^=&]*=') THEN
+        RAISE EXCEPTION 'a registered DSN cannot contain a password'
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Use libpq''s password file or service file, or password=${VARIABLE} from the environment of the service.';
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_database(name text, dsn text, node text, roles text[], registered_by name DEFAULT current_user)
+RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     other text;
 BEGIN
-    PERFORM pgtrickle._require_administrator('register databases');
+    PERFORM pgtrickle._require_no_password(dsn);
     PERFORM pgtrickle._require_free_name(name);
     IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _register_database.name) THEN
         RAISE EXCEPTION '% is a set of databases', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the database.';
@@ -33,7 +50,7 @@ BEGIN
             USING ERRCODE = 'duplicate_object', HINT = 'Name its tables as schema.table.';
     END IF;
     INSERT INTO pgtrickle.pgt_databases AS d (name, dsn, node, roles, registered_by)
-    VALUES (_register_database.name, _register_database.dsn, _register_database.node, _register_database.roles, pgtrickle._caller())
+    VALUES (_register_database.name, _register_database.dsn, _register_database.node, _register_database.roles, _register_database.registered_by)
     ON CONFLICT ON CONSTRAINT pgt_databases_pkey
     DO UPDATE SET dsn = excluded.dsn, node = excluded.node, roles = excluded.roles;
     PERFORM pgtrickle._grant_stand_ins(name);
@@ -47,7 +64,6 @@ DECLARE
     readers text;
     stand_in record;
 BEGIN
-    PERFORM pgtrickle._require_administrator('remove registered databases');
     IF name LIKE '@%' THEN
         RAISE EXCEPTION '% is a node of the cluster', name USING ERRCODE = 'feature_not_supported', HINT = 'Citus removes it: citus_remove_node().';
     END IF;
@@ -97,7 +113,6 @@ BEGIN
     END LOOP;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._drop_empty_schemas(text) FROM PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._registered_databases() RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -113,24 +128,6 @@ AS $$
     SELECT (SELECT system_identifier FROM pg_control_system()) || '/' || (SELECT oid FROM pg_database WHERE datname = current_database())
 $$;
 
--- How to reach a registered database, for who may use it.
-CREATE OR REPLACE FUNCTION pgtrickle._dsn_of(name text) RETURNS text
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    found text;
-BEGIN
-    SELECT d.dsn INTO found FROM pgtrickle.pgt_databases AS d WHERE d.name = _dsn_of.name;
-    IF found IS NULL THEN
-        RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
-            USING ERRCODE = 'undefined_object',
-                  HINT = pgtrickle._registered_databases() || ' `pgtrickle database add NAME DSN` registers one.';
-    END IF;
-    PERFORM pgtrickle._require_use(name);
-    RETURN found;
-END
-$$;
-
 -- A pattern of names, in which * stands for any letters and ? for one, as LIKE has it.
 CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
@@ -138,11 +135,10 @@ AS $$
     SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
 $$;
 
--- The roles that may use a registered database, or a set of them, besides administrators.
+-- The roles that may use a registered database, or a set of them, besides administrators. Who may use a set may use its members.
 CREATE OR REPLACE FUNCTION pgtrickle._users_of(name text) RETURNS text[]
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    -- Who may use a set may use its members.
     SELECT array_agg(DISTINCT role) FROM (
         SELECT unnest(d.roles) AS role FROM pgtrickle.pgt_databases AS d WHERE d.name = _users_of.name
         UNION ALL
@@ -153,20 +149,98 @@ AS $$
     ) AS users
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._require_use(name text) RETURNS void
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._require_use(caller name, name text) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    granted text[] := pgtrickle._users_of(name);
 BEGIN
-    IF name LIKE '@%' THEN
-        RETURN; -- a node of this cluster: rights on the distributed table decide
-    END IF;
-    IF NOT EXISTS (SELECT FROM unnest(granted) AS role JOIN pg_roles AS r ON r.rolname = role
-                   WHERE pg_has_role(pgtrickle._caller(), r.oid, 'MEMBER')) THEN
-        PERFORM pgtrickle._require_administrator(format('read tables of the registered database %I', name));
+    IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
+       AND NOT EXISTS (SELECT FROM unnest(pgtrickle._users_of(name)) AS role JOIN pg_roles AS r ON r.rolname = role
+                       WHERE pgtrickle._acts_for(caller, r.oid)) THEN
+        RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(caller), quote_ident(name)
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
     END IF;
 END
+$$;
+
+-- Why stream tables may not be refreshed any more: their owner, or that of a foreign table that they read, may not use a registered database.
+-- One statement for all members of a set.
+CREATE OR REPLACE FUNCTION pgtrickle._use_problems(ids bigint[]) RETURNS TABLE (id bigint, problem text)
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH needed AS MATERIALIZED (
+        SELECT DISTINCT s.pgt_id, f.database, role.oid AS role
+        FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pgtrickle.pgt_dependencies AS d USING (pgt_id)
+        JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid
+        JOIN pg_class AS c ON c.oid IN (s.pgt_relid, CASE WHEN f.resolved_by IS NOT NULL THEN f.relid END)
+        CROSS JOIN LATERAL (SELECT c.relowner AS oid) AS role
+        WHERE s.pgt_id = ANY (ids) AND f.database NOT LIKE '@%'
+    ), roles AS MATERIALIZED (
+        SELECT r.oid, r.rolname,
+               ARRAY(SELECT u.rolname::text FROM pg_roles AS u
+                     WHERE u.rolname IN (SELECT unnest(d.roles) FROM pgtrickle.pgt_databases AS d UNION SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s)
+                       AND pgtrickle._acts_for(r.rolname, u.oid)) AS users
+        FROM pg_roles AS r
+        WHERE r.oid IN (SELECT n.role FROM needed AS n) AND NOT has_function_privilege(r.oid, 'pgtrickle._administer()', 'EXECUTE')
+    )
+    SELECT n.pgt_id, string_agg(DISTINCT format('role %I may not read tables of the registered database %I', r.rolname, n.database), '; ')
+    FROM needed AS n JOIN roles AS r ON r.oid = n.role
+    WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = n.database AND d.roles && r.users)
+      AND NOT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
+                      WHERE s.roles && r.users AND (n.database = ANY (s.members) OR n.database LIKE pgtrickle._like(s.pattern)))
+    GROUP BY n.pgt_id
+$$;
+
+-- Raises if the role that looks may not use a registered database that a query reads.
+CREATE OR REPLACE FUNCTION pgtrickle._check_use(databases text[]) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    refused text := (SELECT min(name) FROM unnest(databases) AS name
+                     WHERE name NOT LIKE '@%' AND name NOT IN (SELECT d.name FROM pgtrickle.pgt_usable_databases AS d));
+BEGIN
+    IF refused IS NOT NULL THEN
+        PERFORM pgtrickle._dsn_of(refused); -- says so
+    END IF;
+END
+$$;
+
+-- Registered databases that the role that looks may read, and how to reach them. It reads with the rights of its owner.
+CREATE OR REPLACE VIEW pgtrickle.pgt_usable_databases WITH (security_barrier) AS
+SELECT d.name, d.dsn
+FROM pgtrickle.pgt_databases AS d
+WHERE pgtrickle._is_administrator()
+   OR EXISTS (SELECT FROM pg_catalog.pg_roles AS r
+              WHERE pgtrickle._acts_for(current_user, r.oid)
+                AND (r.rolname = ANY (d.roles)
+                     OR EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
+                                WHERE r.rolname = ANY (s.roles) AND (d.name = ANY (s.members) OR d.name LIKE pgtrickle._like(s.pattern)))));
+
+CREATE OR REPLACE FUNCTION pgtrickle._dsn_of(name text) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    -- A node's address is Citus's to tell.
+    found text := CASE WHEN name LIKE '@%' THEN (SELECT format('host=%s port=%s', n.host, n.port) FROM pgtrickle._citus_nodes() AS n
+                                                  WHERE pgtrickle._node_name(n.groupid) = name)
+                       ELSE (SELECT d.dsn FROM pgtrickle.pgt_usable_databases AS d WHERE d.name = _dsn_of.name) END;
+BEGIN
+    IF found IS NULL AND pgtrickle._is_registered(name) THEN
+        RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(current_user), quote_ident(name)
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+    ELSIF found IS NULL THEN
+        RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
+            USING ERRCODE = 'undefined_object',
+                  HINT = pgtrickle._registered_databases() || ' `pgtrickle database add NAME DSN` registers one.';
+    END IF;
+    RETURN found;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._is_registered(name text) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _is_registered.name)
 $$;
 
 -- The query in pieces. Where a piece names a table of a registered database in three parts, `parts` has them.
@@ -251,7 +325,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     stand_in record;
-    role name;
+    role text;
 BEGIN
     FOR stand_in IN
         SELECT f.relid, n.nspname
@@ -278,12 +352,43 @@ BEGIN
     END LOOP;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._grant_stand_ins(text) FROM PUBLIC;
+
+-- A schema for tables that stand for others. One of somebody else's would let that role put other tables in their place.
+CREATE OR REPLACE FUNCTION pgtrickle._make_own_schema(name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    owner name := (SELECT pg_get_userbyid(n.nspowner) FROM pg_namespace AS n WHERE n.nspname = name);
+BEGIN
+    IF owner IS NULL THEN
+        EXECUTE format('CREATE SCHEMA %I', name);
+    ELSIF owner <> current_user THEN
+        RAISE EXCEPTION 'schema % belongs to role %', quote_ident(name), quote_ident(owner)
+            USING ERRCODE = 'duplicate_schema', HINT = 'pgtrickle keeps tables there that stand for those of another database. Drop or rename it.';
+    END IF;
+END
+$$;
+
+-- Who may say what a table of another database, or of a node, looks like: administrators. Others depend on it, and its stable name decides whose
+-- change buffer is read there, with the service's rights.
+CREATE OR REPLACE FUNCTION pgtrickle._require_import(caller name, database text, definition jsonb) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
+        RAISE EXCEPTION 'role % may not make table % of database % known here', quote_ident(caller),
+                format('%I.%I', definition ->> 'schema', definition ->> 'name'), quote_ident(database)
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = format('Ask an administrator to run: pgtrickle database import %s %s', database,
+                                format('%I.%I', definition ->> 'schema', definition ->> 'name'));
+    END IF;
+END
+$$;
 
 -- The table here that stands for one of a registered database, made or brought up to date. `definition` is what
 -- _describe_table() said there.
-CREATE OR REPLACE FUNCTION pgtrickle._stand_in(database text, definition jsonb) RETURNS regclass
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+CREATE OR REPLACE FUNCTION pgtrickle._stand_in(caller name, database text, definition jsonb) RETURNS regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     local_schema text := database || '.' || (definition ->> 'schema');
@@ -291,16 +396,18 @@ DECLARE
     known record;
     col record;
 BEGIN
-    PERFORM pgtrickle._require_use(database);
-    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database, 0));
+    PERFORM pgtrickle._lock('stand_in ' || database);
     -- The same table, or one that has taken its name.
     SELECT f.* INTO known FROM pgtrickle.pgt_foreign_tables AS f
     WHERE f.database = _stand_in.database AND f.resolved_by IS NULL
       AND (f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node' OR f.relid = to_regclass(local_name))
     ORDER BY f.relid = to_regclass(local_name) LIMIT 1;
     IF FOUND AND known.shape = definition ->> 'shape' THEN
+        PERFORM pgtrickle._require_use(caller, database) WHERE database NOT LIKE '@%';
         RETURN known.relid;
-    ELSIF FOUND THEN
+    END IF;
+    PERFORM pgtrickle._require_import(caller, database, definition);
+    IF known.relid IS NOT NULL THEN
         UPDATE pgtrickle.pgt_foreign_tables AS f
         SET source_schema = definition ->> 'schema', source_name = definition ->> 'name', shape = definition ->> 'shape',
             source_relid = (definition ->> 'relid')::bigint, source_stable_name = definition ->> 'stable_name', node = definition ->> 'node',
@@ -315,7 +422,7 @@ BEGIN
         RAISE EXCEPTION 'the name of schema % of database % is too long', quote_ident(definition ->> 'schema'), quote_ident(database)
             USING ERRCODE = 'name_too_long', HINT = 'Register the database under a shorter name.';
     END IF;
-    EXECUTE format('CREATE SCHEMA IF NOT EXISTS %I', local_schema);
+    PERFORM pgtrickle._make_own_schema(local_schema);
     EXECUTE format('CREATE TABLE %s ()', local_name);
     FOR col IN SELECT c FROM jsonb_array_elements(definition -> 'columns') AS c LOOP
         PERFORM pgtrickle._add_stand_in_column(local_name::regclass, database, col.c);
@@ -354,8 +461,13 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     column_type regtype := to_regtype(col ->> 'type');
+    collation_name text;
 BEGIN
-    IF column_type IS NULL THEN
+    IF EXISTS (SELECT FROM pg_type AS t WHERE t.oid = column_type AND (t.typtype IN ('d', 'p') OR t.typnamespace = pg_my_temp_schema())) THEN
+        -- A domain's default is evaluated where a column is added, with our rights. There are none among what _describe_table() says.
+        RAISE EXCEPTION 'column % of % cannot have type %', quote_ident(col ->> 'name'), stand_in, column_type
+            USING ERRCODE = 'wrong_object_type', HINT = 'Use the type that the domain is made of.';
+    ELSIF column_type IS NULL THEN
         RAISE EXCEPTION 'column % of % has type %, which is not known here', quote_ident(col ->> 'name'), stand_in, col ->> 'type'
             USING ERRCODE = 'undefined_object', HINT = format('Create the type here as it is in database %s.', database);
     ELSIF col ->> 'labels' IS DISTINCT FROM (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)
@@ -370,12 +482,15 @@ BEGIN
                 quote_ident(col ->> 'name'), stand_in, quote_ident(col ->> 'collation')
             USING ERRCODE = 'undefined_object', HINT = 'Create that collation here: pg_import_system_collations() or CREATE COLLATION.';
     END IF;
-    EXECUTE format('ALTER TABLE %s ADD COLUMN %I %s%s%s', stand_in, col ->> 'name', col ->> 'type',
-                   coalesce(' COLLATE ' || quote_ident(nullif(col ->> 'collation', pgtrickle._default_collation())), ''),
+    SELECT format(' COLLATE %I.%I', n.nspname, l.collname) INTO collation_name
+    FROM pg_collation AS l JOIN pg_namespace AS n ON n.oid = l.collnamespace
+    WHERE l.collname = nullif(col ->> 'collation', pgtrickle._default_collation()) AND l.collnamespace <> pg_my_temp_schema()
+      AND l.collencoding IN (-1, pg_char_to_encoding(getdatabaseencoding()))
+    ORDER BY n.nspname <> 'pg_catalog', n.nspname LIMIT 1;
+    EXECUTE format('ALTER TABLE %s ADD COLUMN %I %s%s%s', stand_in, col ->> 'name', col ->> 'type', coalesce(collation_name, ''),
                    CASE WHEN (col ->> 'not_null')::boolean THEN ' NOT NULL' ELSE '' END);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._add_stand_in_column(regclass, text, jsonb) FROM PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._set_stand_in_key(stand_in regclass, key jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -387,7 +502,6 @@ BEGIN
     END IF;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._set_stand_in_key(regclass, jsonb) FROM PUBLIC;
 
 -- Follows columns that were renamed or added there. What was dropped or retyped stays here while queries use it: they fail, others go on.
 -- Gives back the columns that are the same in both.
@@ -448,7 +562,6 @@ EXCEPTION WHEN dependent_objects_still_exist THEN
         USING ERRCODE = 'undefined_object', HINT = 'Drop the stream tables that group by it, and create them again for the table as it is now.';
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._align_stand_in(regclass, jsonb, jsonb, boolean) FROM PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._default_collation() RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp

@@ -17,34 +17,37 @@ AS $$
     WHERE t.ftrelid = relation
 $$;
 
--- Registered databases that the caller may read.
-CREATE OR REPLACE FUNCTION pgtrickle._usable_databases() RETURNS TABLE (name text, dsn text)
-LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    FOR name, dsn IN SELECT d.name, d.dsn FROM pgtrickle.pgt_databases AS d ORDER BY d.name LOOP
-        BEGIN
-            PERFORM pgtrickle._require_use(name);
-            RETURN NEXT;
-        EXCEPTION WHEN insufficient_privilege THEN
-            NULL; -- not for this role
-        END;
-    END LOOP;
-END
-$$;
-
 -- Let a foreign table stand for a table of a registered database. `definition` is what _describe_table() said there. The
--- foreign table is its owner's: it is never altered, and has to fit.
-CREATE OR REPLACE FUNCTION pgtrickle._resolve(relation regclass, database text, definition jsonb) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+-- foreign table is its owner's: it is never altered, and has to fit. Its owner can point it elsewhere at any time, and the service follows. So
+-- the owner must have the right to use that database, and tables that the service is led to must have been imported.
+CREATE OR REPLACE FUNCTION pgtrickle._resolve(caller name, relation regclass, database text, definition jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     target jsonb := pgtrickle._points_to(relation);
+    owner name := (SELECT pg_get_userbyid(c.relowner) FROM pg_class AS c WHERE c.oid = relation);
     differing record;
 BEGIN
-    PERFORM pgtrickle._require_use(database);
-    IF NOT pg_has_role(pgtrickle._caller(), (SELECT c.relowner FROM pg_class AS c WHERE c.oid = relation), 'MEMBER') THEN
-        PERFORM pgtrickle._require_administrator(format('say what foreign table %s stands for', relation));
+    PERFORM pgtrickle._require_use(caller, database);
+    PERFORM pgtrickle._require_use(owner, database);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
+               WHERE f.relid = relation AND f.database = _resolve.database AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
+                 AND f.resolved_by = pgtrickle.stable_hash(target::text)) THEN
+        RETURN; -- as it is known
+    END IF;
+    PERFORM pgtrickle._require_import(caller, database, definition);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
+               WHERE f.relid = relation
+                 AND (f.database, f.source_schema, f.source_name) <> (_resolve.database, definition ->> 'schema', definition ->> 'name'))
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
+                       WHERE f.resolved_by IS NULL
+                         AND (f.database, f.source_schema, f.source_name) = (_resolve.database, definition ->> 'schema', definition ->> 'name')) THEN
+        PERFORM pgtrickle._require_import(owner, database, definition);
+    END IF;
+    IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
+       AND NOT pgtrickle._acts_for(caller, (SELECT c.relowner FROM pg_class AS c WHERE c.oid = relation)) THEN
+        RAISE EXCEPTION 'role % may not say what foreign table % stands for', quote_ident(caller), relation
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask its owner, or an administrator.';
     END IF;
     IF (target ->> 'schema', target ->> 'name') IS DISTINCT FROM (definition ->> 'schema', definition ->> 'name') THEN
         RAISE EXCEPTION 'foreign table % points to %.%, not to %.%', relation, target ->> 'schema', target ->> 'name',

@@ -1,5 +1,25 @@
 -- Stream tables of other databases that read tables of this one: what they must know of a table, and what is kept for them.
 
+-- A cast from or to a type in a table, by a function of somebody who has not the rights of the reader; NULL if there is none. Values are printed with
+-- casts to text or json, and keys that are looked for are read with casts from text.
+CREATE OR REPLACE FUNCTION pgtrickle._untrusted_cast(source regclass) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH RECURSIVE inside AS (
+        SELECT a.atttypid AS type FROM pg_attribute AS a WHERE a.attrelid = source AND a.attnum > 0 AND a.atttypid >= 16384
+        UNION
+        SELECT part.type FROM inside JOIN pg_type AS t ON t.oid = inside.type
+        CROSS JOIN LATERAL (
+            SELECT t.typelem UNION ALL SELECT t.typbasetype
+            UNION ALL SELECT a.atttypid FROM pg_attribute AS a WHERE a.attrelid = t.typrelid AND a.attnum > 0
+            UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
+        ) AS part (type) WHERE part.type >= 16384
+    )
+    SELECT min(format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname, inside.type::regtype))
+    FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget) JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
+    WHERE NOT pgtrickle._has_our_rights(o.oid)
+$$;
+
 -- A table as the database that is to read it must know it. Domains are what they are made of.
 CREATE OR REPLACE FUNCTION pgtrickle._describe_table(source regclass) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -10,6 +30,9 @@ BEGIN
     IF (SELECT relkind NOT IN ('r', 'p') FROM pg_class WHERE oid = source) OR NOT pgtrickle._can_capture(source) THEN
         RAISE EXCEPTION '% of database % is no table whose changes can be captured', source, quote_ident(current_database())
             USING ERRCODE = 'wrong_object_type', HINT = 'Name the tables behind it.';
+    ELSIF pgtrickle._untrusted_cast(source) IS NOT NULL THEN
+        RAISE EXCEPTION '% of database % cannot be read for others: %', source, quote_ident(current_database()), pgtrickle._untrusted_cast(source)
+            USING ERRCODE = 'feature_not_supported', HINT = 'Reading its values would run that function with the rights of whoever reads. Drop the cast.';
     ELSIF row_security_active(source::oid) THEN
         RAISE EXCEPTION 'row-level security on % of database % applies to role %', source, quote_ident(current_database()), quote_ident(current_user)
             USING ERRCODE = 'feature_not_supported',
@@ -24,8 +47,7 @@ BEGIN
     )
     SELECT jsonb_build_object(
         'relid', c.oid::bigint, 'node', pgtrickle._node(), 'schema', n.nspname, 'name', c.relname,
-        'stable_name', coalesce((SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = c.oid),
-                                pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+        'stable_name', pgtrickle._stable_name(c.oid),
         'key', (SELECT to_jsonb(array_agg(a.attname ORDER BY k.ord)) FROM pg_index AS i
                 CROSS JOIN LATERAL unnest(i.indkey[0 : i.indnkeyatts - 1]) WITH ORDINALITY AS k (attnum, ord)
                 JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum = k.attnum
@@ -81,12 +103,40 @@ BEGIN
 END
 $$;
 
+-- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which nobody will advance here: they would
+-- keep all changes. They are forgotten; one that does read this database from now on subscribes again. Says of which database it is a copy,
+-- once; else NULL. Claims of the original's services end with their leases.
+CREATE OR REPLACE FUNCTION pgtrickle._settle_copy() RETURNS text
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    original name;
+    consumers integer;
+BEGIN
+    IF EXISTS (SELECT FROM pgtrickle.pgt_identity AS i WHERE i.node = pgtrickle._node()) THEN
+        RETURN NULL;
+    END IF;
+    SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i WHERE i.node <> pgtrickle._node() FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN NULL; -- somebody else was first
+    END IF;
+    DELETE FROM pgtrickle.pgt_consumers;
+    GET DIAGNOSTICS consumers = ROW_COUNT;
+    DELETE FROM pgtrickle.pgt_broker_entries;
+    UPDATE pgtrickle.pgt_identity SET node = pgtrickle._node(), database = current_database(), noted_at = clock_timestamp();
+    PERFORM pgtrickle._untrack_unused();
+    PERFORM pgtrickle._emit('database_copied', NULL, jsonb_build_object('original', original, 'consumers', consumers));
+    RETURN original;
+END
+$$;
+
 -- Capture these columns for a stream table of another database. Repeated, it makes capture fit the table as it is now.
 CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('read changes for another database');
+    PERFORM pgtrickle._settle_copy(); -- or this consumer would go with those of the original
     PERFORM pgtrickle._attach(source, columns);
     INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
     SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label, pgtrickle._written_as(source, columns)
@@ -104,7 +154,7 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH sources AS MATERIALIZED (
         SELECT t.source_relid, t.source_stable_name, b.relname, pgtrickle._capture_signature(t.source_relid) AS signature,
-               pgtrickle._describe_table(t.source_relid) ->> 'shape' AS shape,
+               CASE WHEN pgtrickle._untrusted_cast(t.source_relid) IS NULL THEN pgtrickle._describe_table(t.source_relid) ->> 'shape' ELSE 'untrusted' END AS shape,
                pg_relation_size(b.oid) + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits AS h WHERE h.inhparent = b.oid), 0)::bigint AS buffered
         FROM pgtrickle.pgt_change_tracking AS t
         JOIN pg_class AS c ON c.oid = t.source_relid

@@ -1,12 +1,15 @@
 -- Sets of databases, and the tables that stand for one of every member.
 
-CREATE OR REPLACE FUNCTION pgtrickle._register_set(name text, pattern text, members text[], server_dsn text, roles text[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._register_set(
+    name text, pattern text, members text[], server_dsn text, roles text[], registered_by name DEFAULT current_user)
+RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     unknown text;
+    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
 BEGIN
-    PERFORM pgtrickle._require_administrator('register sets of databases');
+    PERFORM pgtrickle._require_no_password(server_dsn);
     PERFORM pgtrickle._require_free_name(name);
     IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _register_set.name) THEN
         RAISE EXCEPTION '% is a registered database', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the set.';
@@ -18,10 +21,11 @@ BEGIN
             USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
     END IF;
     INSERT INTO pgtrickle.pgt_database_sets AS s (name, pattern, members, server_dsn, roles, registered_by)
-    VALUES (_register_set.name, _register_set.pattern, _register_set.members, _register_set.server_dsn, _register_set.roles, pgtrickle._caller())
+    VALUES (_register_set.name, _register_set.pattern, _register_set.members, _register_set.server_dsn, _register_set.roles, _register_set.registered_by)
     ON CONFLICT ON CONSTRAINT pgt_database_sets_pkey
     DO UPDATE SET pattern = excluded.pattern, members = excluded.members, server_dsn = excluded.server_dsn, roles = excluded.roles;
-    PERFORM pgtrickle._grant_stand_ins(name);
+    -- Who may use a set may use its members, no longer than that.
+    PERFORM pgtrickle._grant_stand_ins(d) FROM (SELECT name UNION SELECT unnest(former) UNION SELECT pgtrickle._members_of(name)) AS changed (d);
 END
 $$;
 
@@ -31,8 +35,8 @@ AS $$
 DECLARE
     readers text;
     stand_in record;
+    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
 BEGIN
-    PERFORM pgtrickle._require_administrator('remove sets of databases');
     SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
     FROM pgtrickle.pgt_sharded_tables AS t
     JOIN pgtrickle.pgt_dependencies AS d ON d.through = t.relid
@@ -47,6 +51,7 @@ BEGIN
     END LOOP;
     PERFORM pgtrickle._drop_empty_schemas(name);
     DELETE FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_set.name;
+    PERFORM pgtrickle._grant_stand_ins(member) FROM unnest(former) AS member;
 END
 $$;
 
@@ -67,8 +72,10 @@ $$;
 
 -- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins are there
 -- already; the first one's columns are the model.
-CREATE OR REPLACE FUNCTION pgtrickle._stand_in_for_all(database_set text, table_schema text, table_name text, members text[]) RETURNS regclass
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+CREATE OR REPLACE FUNCTION pgtrickle._stand_in_for_all(
+    caller name, database_set text, table_schema text, table_name text, members text[])
+RETURNS regclass
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     local_schema text := database_set || '.' || table_schema;
@@ -78,13 +85,16 @@ DECLARE
     differing record;
     col jsonb;
 BEGIN
-    PERFORM pgtrickle._require_use(database_set);
-    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.stand_in ' || database_set, 0));
+    PERFORM pgtrickle._require_use(caller, database_set);
+    PERFORM pgtrickle._lock('stand_in ' || database_set);
     IF EXISTS (SELECT FROM unnest(members) AS m WHERE m NOT IN (SELECT pgtrickle._members_of(database_set))) THEN
         RAISE EXCEPTION 'not all of these databases are members of %', quote_ident(database_set)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Register them as such: pgtrickle database add-set.';
     ELSIF EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (members)) THEN
-        PERFORM pgtrickle._require_administrator('take databases out of a set');
+        IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
+            RAISE EXCEPTION 'role % may not take databases out of a set', quote_ident(caller)
+                USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+        END IF;
     END IF;
     SELECT f.* INTO model FROM pgtrickle.pgt_foreign_tables AS f
     WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name
@@ -116,7 +126,7 @@ BEGIN
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same name, type and collation in all members.';
     END IF;
     IF stand_in IS NULL THEN
-        EXECUTE format('CREATE SCHEMA IF NOT EXISTS %I', local_schema);
+        PERFORM pgtrickle._make_own_schema(local_schema);
         EXECUTE format('CREATE TABLE %s (pgt_database text NOT NULL)', local_name);
         stand_in := local_name::regclass;
         EXECUTE format('COMMENT ON TABLE %s IS %L', stand_in,
@@ -205,13 +215,11 @@ BEGIN
     PERFORM pgtrickle._wake('members of a set changed');
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._set_shards(regclass, text[]) FROM PUBLIC;
 
 CREATE OR REPLACE FUNCTION pgtrickle._note_set(name text, problem text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_administrator('look after sets of databases');
     UPDATE pgtrickle.pgt_database_sets AS s SET problem = _note_set.problem
     WHERE s.name = _note_set.name AND s.problem IS DISTINCT FROM _note_set.problem;
 END

@@ -1,7 +1,54 @@
--- Functions of users in queries over several databases. An expression is evaluated in the database that its columns are in, so a function
--- has to be the same everywhere. It runs there with the rights of whoever reads: its owner must be somebody who has them anyway.
+-- Functions, operators and types of users in queries over several databases. An expression is evaluated in the database that its columns are in,
+-- as text: all names in it have to mean the same everywhere. It runs there with the rights of whoever reads: who owns what is named, or could put
+-- something else in its place, must be somebody who has these rights anyway.
+--
+-- Functions are named as regprocedure has them; operators and types as regoperator and format_type() do, after `operator` or `type` and a blank.
 
--- What is to be known of functions, each named with its schema and the types of its arguments. Two with the same definition return the same.
+-- Whether a role has the rights of the current one anyway: it gains nothing by having that one call its code.
+CREATE OR REPLACE FUNCTION pgtrickle._has_our_rights(role oid) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce((SELECT r.rolsuper OR pg_has_role(r.oid, current_user, 'MEMBER') FROM pg_roles AS r WHERE r.oid = role), false)
+$$;
+
+-- Who could have code of theirs run, with rights that they have not, where an object is named; NULL if nobody. The owner of a schema can drop what is
+-- in it and create another one, and so can that of an extension; the owner of the database is trusted with that.
+CREATE OR REPLACE FUNCTION pgtrickle._stranger(class regclass, object oid, owner oid, schema oid) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format('%s belongs to role %s, and would run with the rights of role %I', found.what, found.owner::regrole, current_user)
+    FROM (SELECT 1 AS n, 'it' AS what, _stranger.owner
+          UNION ALL
+          SELECT 2, format('its schema %I', n.nspname), n.nspowner FROM pg_namespace AS n
+          WHERE n.oid = schema AND n.nspowner NOT IN ('pg_database_owner'::regrole, (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database()))
+          UNION ALL
+          SELECT 3, format('its extension %I', e.extname), e.extowner FROM pg_depend AS d JOIN pg_extension AS e ON e.oid = d.refobjid
+          WHERE d.classid = class AND d.objid = object AND d.deptype = 'e') AS found
+    WHERE NOT pgtrickle._has_our_rights(found.owner)
+    ORDER BY found.n LIMIT 1
+$$;
+
+-- The same of a type and all types inside it, whose checks run when its values are made.
+CREATE OR REPLACE FUNCTION pgtrickle._stranger_in_type(type oid) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH RECURSIVE inside AS (
+        SELECT _stranger_in_type.type
+        UNION
+        SELECT part.type FROM inside JOIN pg_type AS t ON t.oid = inside.type
+        CROSS JOIN LATERAL (
+            SELECT t.typelem UNION ALL SELECT t.typbasetype
+            UNION ALL SELECT a.atttypid FROM pg_attribute AS a WHERE a.attrelid = t.typrelid AND a.attnum > 0
+            UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
+        ) AS part (type) WHERE part.type >= 16384
+    )
+    SELECT min(CASE WHEN t.oid = _stranger_in_type.type THEN s.problem ELSE format('of type %s inside it: %s', format_type(t.oid, NULL), s.problem) END)
+    FROM inside JOIN pg_type AS t ON t.oid = inside.type
+    CROSS JOIN LATERAL (SELECT pgtrickle._stranger('pg_type', t.oid, t.typowner, t.typnamespace) AS problem) AS s
+    WHERE s.problem IS NOT NULL
+$$;
+
+-- What is to be known of functions, operators and types by their names. Two with the same definition mean the same.
 CREATE OR REPLACE FUNCTION pgtrickle._describe_functions(functions text[])
 RETURNS TABLE (function text, definition text, version text, problem text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -15,20 +62,42 @@ AS $$
            CASE WHEN p.oid IS NULL THEN 'there is none'
                 WHEN p.prokind <> 'f' THEN 'it is an aggregate or a window function'
                 WHEN NOT has_function_privilege(p.oid, 'EXECUTE') THEN format('role %I may not call it', current_user)
-                -- Whoever can act as this role gains nothing by having it call a function.
-                WHEN NOT (r.rolsuper OR pg_has_role(r.oid, current_user::regrole, 'MEMBER'))
-                THEN format('it belongs to role %I, and would run with the rights of role %I', r.rolname, current_user) END
+                ELSE pgtrickle._stranger('pg_proc', p.oid, p.proowner, p.pronamespace) END
     FROM unnest(functions) AS f (name)
     LEFT JOIN pg_proc AS p ON p.oid = to_regprocedure(f.name)
     LEFT JOIN pg_language AS l ON l.oid = p.prolang
-    LEFT JOIN pg_roles AS r ON r.oid = p.proowner
+    WHERE f.name !~ '^(operator|type) '
+    UNION ALL
+    SELECT f.name, pgtrickle.stable_hash(concat_ws('|', o.oprcode::regprocedure, o.oprresult::regtype)), concat_ws(':', o.oid, o.xmin),
+           CASE WHEN o.oid IS NULL THEN 'there is none' ELSE pgtrickle._stranger('pg_operator', o.oid, o.oprowner, o.oprnamespace) END
+    FROM unnest(functions) AS f (name)
+    LEFT JOIN pg_operator AS o ON o.oid = to_regoperator(substr(f.name, length('operator ') + 1))
+    WHERE f.name LIKE 'operator %'
+    UNION ALL
+    SELECT f.name,
+           pgtrickle.stable_hash(concat_ws('|', t.typtype, t.typinput, t.typoutput, nullif(t.typelem, 0)::regtype,
+               (SELECT string_agg(quote_literal(e.enumlabel), ',' ORDER BY e.enumsortorder) FROM pg_enum AS e WHERE e.enumtypid IN (t.oid, t.typelem)),
+               (SELECT string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)), ',' ORDER BY a.attnum) FROM pg_attribute AS a
+                WHERE a.attrelid = t.typrelid AND a.attnum > 0 AND NOT a.attisdropped),
+               (SELECT concat_ws(',', r.rngsubtype::regtype, r.rngcanonical, r.rngsubdiff) FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)))),
+           concat_ws(':', t.oid, t.xmin),
+           CASE WHEN t.oid IS NULL THEN 'there is none'
+                WHEN t.typtype = 'd' THEN 'it is a domain'
+                ELSE pgtrickle._stranger_in_type(t.oid) END
+    FROM unnest(functions) AS f (name)
+    LEFT JOIN pg_type AS t ON t.oid = to_regtype(substr(f.name, length('type ') + 1))
+    WHERE f.name LIKE 'type %'
 $$;
 
--- The functions that a query calls and that are not PostgreSQL's own.
+-- The functions, operators and types that a query names and that are not PostgreSQL's own.
 CREATE OR REPLACE FUNCTION pgtrickle._own_functions(view regclass) RETURNS SETOF text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT DISTINCT f.fn::regprocedure::text FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog'
+    SELECT f.fn::regprocedure::text FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog'
+    UNION
+    SELECT CASE d.refclassid WHEN 'pg_operator'::regclass THEN 'operator ' || d.refobjid::regoperator ELSE 'type ' || format_type(d.refobjid, NULL) END
+    FROM pgtrickle._rules(view) AS r
+    JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule AND d.refclassid IN ('pg_operator'::regclass, 'pg_type'::regclass)
 $$;
 
 -- The registered databases that a query reads.
@@ -38,12 +107,13 @@ AS $$
     SELECT DISTINCT f.database FROM pgtrickle._behind(view) AS b JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = b.relation
 $$;
 
--- What a registered database said of functions.
-CREATE OR REPLACE FUNCTION pgtrickle._note_functions(database text, functions text[], definitions text[], problems text[]) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+-- What a registered database said of functions, operators and types.
+CREATE OR REPLACE FUNCTION pgtrickle._note_functions(caller name, database text, functions text[], definitions text[], problems text[])
+RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_use(database);
+    PERFORM pgtrickle._require_use(caller, database); -- of a node, that is an administrator
     INSERT INTO pgtrickle.pgt_foreign_functions AS k (database, function, definition, problem)
     SELECT _note_functions.database, n.function, n.definition, n.problem
     FROM unnest(functions, definitions, problems) AS n (function, definition, problem)
@@ -53,7 +123,8 @@ BEGIN
 END
 $$;
 
--- Why functions that a query calls cannot be called in all databases that it reads; NULL if they can. A query that reads none calls what it likes.
+-- Why functions, operators or types that a query names cannot be used in all databases that it reads; NULL if they can. A query that reads none
+-- uses what it likes. Raises if the role may not use one of the databases.
 CREATE OR REPLACE FUNCTION pgtrickle._function_conflicts(view regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -62,6 +133,10 @@ DECLARE
 BEGIN
     IF databases = '{}' THEN
         RETURN NULL;
+    END IF;
+    PERFORM pgtrickle._check_use(databases);
+    IF EXISTS (SELECT FROM pgtrickle._rules(view) AS r WHERE r.tree LIKE '%{COERCETODOMAIN %') THEN
+        RETURN 'the checks of a domain, which it casts to';
     END IF;
     RETURN (
         SELECT string_agg(format('%s in database %I: %s', here.function, d.name,

@@ -13,7 +13,7 @@ AS $$
                                 (SELECT min(t.source_stable_name) FROM pgtrickle.pgt_change_tracking AS t
                                  JOIN pg_trigger AS g ON g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
                                  WHERE pgtrickle._has_left(t.source_relid)),
-                                pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+                                pgtrickle._stable_name(source)),
         'placement', pgtrickle._citus_placement(source), 'partitioned', c.relkind = 'p',
         'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum), '[]')
                     FROM pg_attribute AS a
@@ -23,22 +23,27 @@ $$;
 
 -- The same with what this node knows of the table itself. Of what is said by others only numbers of columns are taken: those of the
 -- coordinator, for on other nodes a table has no dropped columns. Nobody may capture under the name of another table.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_definition(source regclass, said jsonb) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._shard_definition(caller name, source regclass, said jsonb) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     stable_name text := said ->> 'stable_name';
     tracked text := (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source);
 BEGIN
-    IF stable_name !~ '^[0-9a-f]{16}$' OR tracked <> stable_name
+    IF NOT pgtrickle._has_citus() THEN
+        RAISE EXCEPTION 'database % has no Citus', quote_ident(current_database()) USING ERRCODE = 'feature_not_supported';
+    ELSIF stable_name !~ '^[0-9a-f]{16}$' OR tracked <> stable_name
        OR EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
                   WHERE t.source_stable_name = stable_name AND t.source_relid <> source AND NOT pgtrickle._has_left(t.source_relid)) THEN
         RAISE EXCEPTION '% cannot be captured as %', source, quote_literal(stable_name)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Another table is, or it is captured under another name.';
     ELSIF tracked IS NULL AND stable_name <> (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)) FROM pg_class AS c
                                               JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source)
-          AND NOT EXISTS (SELECT FROM pg_trigger AS g WHERE g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || stable_name) THEN
-        PERFORM pgtrickle._require_administrator('capture a table under a name that it had before');
+          AND NOT EXISTS (SELECT FROM pg_trigger AS g WHERE g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || stable_name
+                          AND g.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)))
+          AND NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
+        RAISE EXCEPTION 'role % may not capture % under a name that it had before', quote_ident(caller), source
+            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
     END IF;
     RETURN (
         SELECT jsonb_build_object(
@@ -86,7 +91,6 @@ BEGIN
     RETURN false;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._is_partition(text, oid) FROM PUBLIC;
 
 -- Whether all is captured that is below the partitioned tables which are captured under this name and which this session has locked: those that it
 -- writes to. The text that many shards share cannot say which one that is.
@@ -102,7 +106,6 @@ BEGIN
         WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND pgtrickle._is_uncovered(l.relation, capture));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._partitions_fit_now(text) FROM PUBLIC;
 
 -- The same when a statement is planned, as _columns_fit() does it for plain tables: PL/pgSQL has plans of its own for each shard, and a plan
 -- that reads a transition table is made anew when partitions of the table that the trigger is on come or go.
@@ -113,7 +116,6 @@ BEGIN
     RETURN pgtrickle._partitions_fit_now(stable_name);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._partitions_fit(text) FROM PUBLIC;
 
 -- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values, whatever was done to
 -- the table since.
@@ -235,4 +237,3 @@ BEGIN
     RETURN format('INSERT INTO %s (__pgt_xid, __pgt_w%s) %s', part, targets, pgtrickle._changes_of(operation, selected));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._store_or_mark(text, text, oid, boolean, text, text) FROM PUBLIC;

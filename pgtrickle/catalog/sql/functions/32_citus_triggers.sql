@@ -10,18 +10,18 @@ AS $$
 $$;
 
 -- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
-CREATE OR REPLACE FUNCTION pgtrickle._track_shards(source regclass, said jsonb) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+CREATE OR REPLACE FUNCTION pgtrickle._track_shards(caller name, source regclass, said jsonb) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
-    definition jsonb := pgtrickle._shard_definition(source, said);
+    definition jsonb := pgtrickle._shard_definition(caller, source, said);
     stable_name text := definition ->> 'stable_name';
     buffer regclass;
     col jsonb;
     has text;
 BEGIN
-    PERFORM pgtrickle._require_trigger_right(source);
-    PERFORM pg_advisory_xact_lock(hashtextextended('pgtrickle.track ' || stable_name, 0));
+    PERFORM pgtrickle._require_trigger_right(caller, source);
+    PERFORM pgtrickle._lock('track ' || source::oid);
     -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
     UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
     WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
@@ -48,6 +48,7 @@ BEGIN
         END IF;
         EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
     END LOOP;
+    PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(buffer) AS part;
     PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
     UPDATE pgtrickle.pgt_change_tracking AS t
     SET capture_kind = 'shards',
@@ -55,6 +56,7 @@ BEGIN
                        WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped),
         tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
     WHERE t.source_relid = source;
+    PERFORM pgtrickle._grant_capture(caller, source);
 END
 $$;
 
@@ -111,7 +113,7 @@ BEGIN
     LOOP
         PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, wanted.suffix);
         IF wanted.lacks THEN
-            PERFORM pgtrickle._mark_gap(source, stable_name);
+            PERFORM pgtrickle._gate('mark_gap', jsonb_build_object('source', source::oid, 'stable_name', stable_name));
             covered := covered OR pg_partition_root(wanted.relation) <> wanted.relation;
         END IF;
     END LOOP;
@@ -123,11 +125,11 @@ END
 $$;
 
 -- Who has read a table before starts over: nobody knows since when a trigger was not there.
-CREATE OR REPLACE FUNCTION pgtrickle._mark_gap(source regclass, stable_name text) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._mark_gap(caller name, source regclass, stable_name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_trigger_right(source);
+    PERFORM pgtrickle._require_trigger_right(caller, source);
     PERFORM pgtrickle._mark(t.source_stable_name, 'GAP') FROM pgtrickle.pgt_change_tracking AS t
     WHERE t.source_relid = source AND t.source_stable_name = stable_name;
 END
@@ -140,7 +142,7 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages =
 AS $$
 DECLARE
     source regclass := (said ->> 'name')::regclass;
-    definition jsonb := pgtrickle._shard_definition(source, said);
+    definition jsonb := pgtrickle._shard_definition(current_user, source, said);
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
     attached boolean;
     former text := current_setting('lock_timeout');
@@ -149,10 +151,13 @@ BEGIN
     PERFORM pgtrickle._keep_ddl_here(), set_config('lock_timeout', timeout, true);
     attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture)
                 AND NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1); -- for each row: they go
+    IF attached THEN
+        PERFORM pgtrickle._gate('grant_capture', jsonb_build_object('source', source::oid));
+    END IF;
     IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
         PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
     END IF;
-    PERFORM pgtrickle._track_shards(source, definition);
+    PERFORM pgtrickle._gate('track_shards', jsonb_build_object('source', source::oid, 'definition', definition));
     IF attached THEN
         PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', false);
     END IF;
@@ -256,7 +261,6 @@ BEGIN
     END IF;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._drop_capture_function(text) FROM PUBLIC;
 
 -- Changes when a table is placed otherwise, and with all that _capture_signature() of other tables changes with; 'lacking' while what can be
 -- written to here lacks a trigger, or the coordinator has no copy of a reference table. Shards may come and go: what changed of them before is in

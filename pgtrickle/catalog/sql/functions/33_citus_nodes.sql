@@ -1,23 +1,22 @@
 -- The nodes of the cluster as databases that distributed tables are read from.
 
-CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text, registered_by name DEFAULT current_user) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_administrator('register nodes of the cluster');
     INSERT INTO pgtrickle.pgt_databases AS d (name, dsn, node, roles, registered_by, citus_group)
-    VALUES (pgtrickle._node_name(groupid), dsn, node, '{}', pgtrickle._caller(), groupid)
+    VALUES (pgtrickle._node_name(groupid), dsn, node, '{}', _register_node.registered_by, groupid)
     ON CONFLICT ON CONSTRAINT pgt_databases_pkey DO UPDATE SET dsn = excluded.dsn, node = excluded.node;
     INSERT INTO pgtrickle.pgt_database_sets AS s (name, members, registered_by)
-    VALUES ('@cluster', ARRAY[pgtrickle._node_name(groupid)], pgtrickle._caller())
+    VALUES ('@cluster', ARRAY[pgtrickle._node_name(groupid)], _register_node.registered_by)
     ON CONFLICT (name) DO UPDATE SET members = CASE WHEN pgtrickle._node_name(groupid) = ANY (s.members) THEN s.members
                                                     ELSE s.members || pgtrickle._node_name(groupid) END;
 END
 $$;
 
 -- A distributed table is read from all nodes from now on.
-CREATE OR REPLACE FUNCTION pgtrickle._spread(source regclass) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._spread(caller name, source regclass) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     known record;
@@ -28,6 +27,7 @@ BEGIN
         RAISE EXCEPTION '% is not a distributed table of this coordinator', source
             USING ERRCODE = 'wrong_object_type', HINT = 'Only rows of such a table are read from other nodes.';
     END IF;
+    PERFORM pgtrickle._require_trigger_right(caller, source);
     groups := pgtrickle._groups_issued();
     placed := pgtrickle._placed_upto(source);
     SELECT t.* INTO known FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = source;
@@ -35,7 +35,7 @@ BEGIN
         UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
         WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
     END IF;
-    INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by) VALUES ('@cluster', pgtrickle._caller()) ON CONFLICT DO NOTHING;
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by) VALUES ('@cluster', caller) ON CONFLICT DO NOTHING;
     INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
     SELECT source, '@cluster', n.nspname, c.relname, groups, placed
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
@@ -204,14 +204,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._followed_nodes() RETURNS TABLE (groupid integer, clear_at timestamptz, problem text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT d.citus_group, d.clear_at, d.problem FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
-$$;
-
--- The nodes that are known here, with the addresses that they had.
-CREATE OR REPLACE FUNCTION pgtrickle._known_nodes() RETURNS TABLE (groupid integer, dsn text)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT d.citus_group, d.dsn FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
+    SELECT d.citus_group, coalesce((SELECT min(b.since) FROM pgtrickle.pgt_behind AS b WHERE b.database = d.name), d.looked_at), d.problem FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
 $$;
 
 -- Why the changes of a distributed table cannot be captured on its nodes, and what to do; NULL if they can.

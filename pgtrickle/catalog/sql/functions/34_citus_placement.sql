@@ -57,13 +57,12 @@ BEGIN
     PERFORM set_config('citus.enable_ddl_propagation', 'off', true);
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._prepare_two_phases() FROM PUBLIC;
 
-CREATE OR REPLACE FUNCTION pgtrickle._note_placement(id bigint, placement text, distribution_column text) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._note_placement(caller name, id bigint, placement text, distribution_column text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'place');
+    PERFORM pgtrickle._require_owner(caller, id, 'place');
     UPDATE pgtrickle.pgt_stream_tables AS s
     SET st_placement = _note_placement.placement, output_distribution_column = distribution_column WHERE s.pgt_id = id;
     IF placement IN ('reference', 'distributed') THEN
@@ -89,7 +88,7 @@ BEGIN
         END IF;
         PERFORM set_config('citus.enable_ddl_propagation', former, true);
     END IF;
-    PERFORM pgtrickle._note_placement(id, placement, distribution_column);
+    PERFORM pgtrickle._gate('note_placement', jsonb_build_object('id', id, 'placement', placement, 'column', distribution_column));
 END
 $$;
 
@@ -102,12 +101,16 @@ AS $$
        AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation))
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._note_coordinator(id bigint) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._note_coordinator(caller name, id bigint) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'place');
-    UPDATE pgtrickle.pgt_stream_tables SET through_coordinator = true WHERE pgt_id = id;
+    PERFORM pgtrickle._require_owner(caller, id, 'place');
+    UPDATE pgtrickle.pgt_stream_tables AS s SET through_coordinator = true
+    WHERE s.pgt_id = id AND s.created_at = now(); -- in the transaction that creates it, when nobody can read it yet
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'only a new stream table can be computed by the coordinator' USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
     PERFORM pgtrickle._register_sources(id);
 END
 $$;

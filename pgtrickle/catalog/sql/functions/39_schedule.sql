@@ -1,13 +1,15 @@
 -- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need it.
 
--- NULL where the schedule is no duration.
+-- NULL where the schedule is no duration, or one of nothing or of more than ten years.
 CREATE OR REPLACE FUNCTION pgtrickle._duration(schedule text) RETURNS interval
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT CASE WHEN schedule ~ '^([0-9]+(ms|s|m|h|d|w))+$' THEN (
-        SELECT make_interval(secs => sum(part[1]::numeric * CASE part[2] WHEN 'ms' THEN 0.001 WHEN 's' THEN 1 WHEN 'm' THEN 60
-                                         WHEN 'h' THEN 3600 WHEN 'd' THEN 86400 ELSE 604800 END)::double precision)
-        FROM regexp_matches(schedule, '([0-9]+)(ms|s|m|h|d|w)', 'g') AS part) END
+    SELECT CASE WHEN length(schedule) <= 500 AND schedule ~ '^([0-9]{1,9}(ms|s|m|h|d|w))+$' THEN (
+        SELECT make_interval(secs => sum(seconds)::double precision)
+        FROM regexp_matches(schedule, '([0-9]+)(ms|s|m|h|d|w)', 'g') AS part
+        CROSS JOIN LATERAL (SELECT part[1]::numeric * CASE part[2] WHEN 'ms' THEN 0.001 WHEN 's' THEN 1 WHEN 'm' THEN 60
+                                                      WHEN 'h' THEN 3600 WHEN 'd' THEN 86400 ELSE 604800 END) AS each (seconds)
+        HAVING sum(seconds) > 0 AND sum(seconds) <= 3650 * 86400) END
 $$;
 
 -- Which stream tables come first: set by hand, or by how lately their sources changed.
@@ -19,8 +21,10 @@ AS $$
 $$;
 
 -- How often each stream table is due. Those that are calculated are as fresh as the ones that read them, and without
--- such as fresh as the setting says. Called when any schedule or dependency changed.
-CREATE OR REPLACE FUNCTION pgtrickle._settle_schedules() RETURNS void
+-- such as fresh as the setting says. Creating or altering a stream table settles that one only and leaves the rows of
+-- others unlocked: the service settles them when it sees the change. A row that somebody has locked is left out; the
+-- result says whether there was one.
+CREATE OR REPLACE FUNCTION pgtrickle._settle_schedules(only_id bigint DEFAULT NULL) RETURNS boolean
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE needed (pgt_id, every) AS (
@@ -37,8 +41,15 @@ AS $$
                    SELECT make_interval(secs => pgtrickle._setting('default_schedule_seconds')::integer)) END) AS every
         FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN needed AS n USING (pgt_id)
         GROUP BY s.pgt_id
+    ), changed AS (
+        SELECT s.pgt_id, n.every FROM pgtrickle.pgt_stream_tables AS s JOIN settled AS n ON n.pgt_id = s.pgt_id
+        WHERE s.every IS DISTINCT FROM n.every AND (only_id IS NULL OR s.pgt_id = only_id)
+    ), unlocked AS (
+        SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id IN (SELECT c.pgt_id FROM changed AS c)
+        FOR NO KEY UPDATE SKIP LOCKED
+    ), written AS (
+        UPDATE pgtrickle.pgt_stream_tables AS s SET every = c.every
+        FROM changed AS c WHERE c.pgt_id = s.pgt_id AND c.pgt_id IN (SELECT u.pgt_id FROM unlocked AS u)
     )
-    UPDATE pgtrickle.pgt_stream_tables AS s SET every = n.every
-    FROM settled AS n WHERE n.pgt_id = s.pgt_id AND s.every IS DISTINCT FROM n.every
+    SELECT EXISTS (SELECT FROM changed AS c WHERE c.pgt_id NOT IN (SELECT u.pgt_id FROM unlocked AS u))
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._settle_schedules() FROM PUBLIC;

@@ -1,5 +1,13 @@
--- What tells rows without a key apart: 128 bits of what they print. Not md5(): a server in FIPS mode refuses it.
+-- What tells rows without a key apart: 128 bits of a hash of what they print. Somebody who can write a source must not be
+-- able to find two rows with the same one. Not md5(): a server in FIPS mode refuses it.
 CREATE OR REPLACE FUNCTION pgtrickle._row_id(printed text) RETURNS uuid
+LANGUAGE sql STABLE STRICT PARALLEL SAFE
+AS $$
+    SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(printed, 'UTF8')), 1, 16), 'hex')::uuid
+$$;
+
+-- The same up to catalog version 20, where collisions can be computed in minutes. Still used for tables that Citus distributes by it.
+CREATE OR REPLACE FUNCTION pgtrickle._former_row_id(printed text) RETURNS uuid
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
     SELECT (pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 0)), 16, '0')
@@ -14,7 +22,10 @@ AS $$
 DECLARE
     buffer regclass := (SELECT t.buffer_relid FROM pgtrickle.pgt_change_tracking t WHERE t.source_stable_name = stable_name);
 BEGIN
-    IF buffer IS NOT NULL THEN
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        RAISE EXCEPTION 'changes cannot be dropped in a transaction that is %', current_setting('transaction_isolation')
+            USING ERRCODE = 'active_sql_transaction', HINT = 'To an old snapshot, changes of this server look like those of another.';
+    ELSIF buffer IS NOT NULL THEN
         EXECUTE format('DELETE FROM %s WHERE __pgt_xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint', buffer);
         DELETE FROM pgtrickle_changes.pgt_markers
         WHERE source_stable_name = stable_name AND xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
@@ -23,12 +34,11 @@ END
 $$;
 
 -- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
-CREATE OR REPLACE FUNCTION pgtrickle._note_mode(id bigint, mode text, reason text) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._note_mode(caller name, id bigint, mode text, reason text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    UPDATE pgtrickle.pgt_stream_tables s SET effective_mode = mode, mode_reason = reason
-    FROM pg_class c
-    WHERE s.pgt_id = id AND c.oid = s.pgt_relid AND pg_has_role(pgtrickle._caller(), c.relowner, 'MEMBER');
+    PERFORM pgtrickle._require_owner(caller, id, 'say how to maintain');
+    UPDATE pgtrickle.pgt_stream_tables AS s SET effective_mode = mode, mode_reason = reason WHERE s.pgt_id = id;
 END
 $$;

@@ -1,32 +1,23 @@
--- What writes the catalog. Each function checks, by OID, that the caller may act for the owner of what it is about.
+-- What writes the catalog. These functions run behind the gate, which knows the caller; each checks that the caller may act for the owner of what
+-- it is about.
 
-CREATE OR REPLACE FUNCTION pgtrickle._require_owner(relation regclass, action text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._require_owner(caller name, id bigint, action text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    owner oid := (SELECT relowner FROM pg_class WHERE oid = relation);
+    storage record;
 BEGIN
-    IF owner IS NOT NULL AND NOT pg_has_role(pgtrickle._caller(), owner, 'MEMBER') THEN
-        RAISE EXCEPTION 'role % may not % stream table %', quote_ident(pgtrickle._caller()), action, relation
-            USING ERRCODE = 'insufficient_privilege', HINT = format('It belongs to role %s.', owner::regrole);
+    SELECT c.oid::regclass AS relation, c.relowner INTO storage
+    FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'there is no stream table with id %', id USING ERRCODE = 'undefined_table';
+    ELSIF storage.relowner IS NULL AND has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
+        RETURN; -- its table was dropped
+    ELSIF NOT pgtrickle._acts_for(caller, storage.relowner) THEN
+        RAISE EXCEPTION 'role % may not % stream table %', quote_ident(caller), action, coalesce(storage.relation::text, id::text)
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = coalesce(format('It belongs to role %s.', storage.relowner::regrole), 'Its table was dropped.');
     END IF;
-END
-$$;
-
--- An id whose names in pgtrickle_views are free: anybody may create objects there, and an id can be guessed.
-CREATE OR REPLACE FUNCTION pgtrickle._new_id() RETURNS bigint
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    id bigint;
-BEGIN
-    LOOP
-        id := nextval(pg_get_serial_sequence('pgtrickle.pgt_stream_tables', 'pgt_id'));
-        EXIT WHEN to_regclass('pgtrickle_views.q_' || id) IS NULL
-            AND NOT EXISTS (SELECT FROM pg_proc WHERE pronamespace = 'pgtrickle_views'::regnamespace
-                            AND proname IN ('read_' || id, 'write_' || id));
-    END LOOP;
-    RETURN id;
 END
 $$;
 
@@ -38,22 +29,22 @@ AS $$
     SELECT CASE
         WHEN c.oid IS NULL THEN format('its table %I.%I was dropped', s.pgt_schema, s.pgt_name)
         WHEN v.oid IS NULL THEN 'its query view was dropped, together with something it reads'
-        WHEN f.number IS DISTINCT FROM 2 THEN format('its functions read_%1$s and write_%1$s in pgtrickle_views were dropped', id)
-        WHEN v.relowner <> c.relowner OR NOT f.same_owner
+        WHEN f.number = 0 THEN format('its functions read_%1$s and write_%1$s in pgtrickle_views were dropped', id)
+        WHEN v.relowner <> c.relowner OR NOT f.same_owner OR st.relowner NOT IN (c.relowner, (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgtrickle'))
         THEN format('it belongs to %s, but its view and functions in pgtrickle_views do not', c.relowner::regrole)
         END
     FROM pgtrickle.pgt_stream_tables AS s
     LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
     LEFT JOIN pg_class AS v ON v.oid = s.view_relid
+    LEFT JOIN pg_class AS st ON st.relnamespace = 'pgtrickle_views'::regnamespace AND st.relname = 'state_' || id
     LEFT JOIN LATERAL (
         SELECT count(*) AS number, bool_and(p.proowner = c.relowner AND p.prosecdef) AS same_owner FROM pg_proc AS p
-        WHERE p.oid IN (to_regprocedure(format('pgtrickle_views.read_%s(text)', id)),
-                        to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id)))
+        WHERE p.oid IN (SELECT pgtrickle._owner_functions(id))
     ) AS f ON true
     WHERE s.pgt_id = id
 $$;
 
--- The columns of sources that the owner of a stream table may not read (any more), as text; NULL if there are none.
+-- The columns of sources that the owner of a stream table may not read (any more), and functions that it may not call, as text; NULL if there are none.
 -- Tables behind another role's view are that role's to read. Every refresh asks: where no view lies between, which is
 -- nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL keeps its plans.
 CREATE OR REPLACE FUNCTION pgtrickle._privilege_problem(id bigint) RETURNS text
@@ -66,7 +57,11 @@ BEGIN
         JOIN pg_rewrite AS r ON r.ev_class = v.oid
         JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
         JOIN pg_class AS c ON c.oid = d.refobjid
-        WHERE s.pgt_id = id AND c.relkind = 'v' AND c.oid <> v.oid
+        WHERE s.pgt_id = id AND c.oid <> v.oid
+          -- What the rule of the view reads now: its owner can replace it.
+          AND (c.relkind = 'v'
+               OR CASE WHEN d.refobjsubid > 0 THEN has_column_privilege(v.relowner, c.oid, d.refobjsubid::smallint, 'SELECT')
+                       ELSE has_any_column_privilege(v.relowner, c.oid, 'SELECT') END IS NOT TRUE)
     ) AND NOT EXISTS (
         SELECT FROM pgtrickle.pgt_stream_tables AS s
         JOIN pg_class AS v ON v.oid = s.view_relid
@@ -75,12 +70,23 @@ BEGIN
           AND (has_any_column_privilege(v.relowner, d.source_relid, 'SELECT') IS NOT TRUE
                OR EXISTS (SELECT FROM unnest(d.columns_used) AS a
                           WHERE has_column_privilege(v.relowner, d.source_relid, a, 'SELECT') IS NOT TRUE))
+    ) AND NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_dependencies AS d JOIN pg_class AS c ON c.oid = d.source_relid WHERE d.pgt_id = id AND c.relrowsecurity
+    ) AND NOT EXISTS (
+        SELECT FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pg_class AS v ON v.oid = s.view_relid
+        JOIN pg_rewrite AS r ON r.ev_class = v.oid
+        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+        LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
+        WHERE s.pgt_id = id AND (d.refclassid = 'pg_proc'::regclass OR o.oid IS NOT NULL)
+          AND has_function_privilege(v.relowner, coalesce(o.oprcode::oid, d.refobjid), 'EXECUTE') IS NOT TRUE
     ) THEN
         RETURN NULL;
     END IF;
-    RETURN (SELECT string_agg(format('role %s may not read %s of %s', role::regrole,
+    RETURN nullif(concat_ws('; ', (SELECT string_agg(CASE WHEN secured.applies THEN format('row-level security on %s applies to role %s', source.relation, role::regrole)
+                                   ELSE format('role %s may not read %s of %s', role::regrole,
                              coalesce('column ' || pgtrickle._column_names(source.relation, missing.columns), 'any column'),
-                             source.relation), '; ')
+                             source.relation) END, '; ')
     FROM pgtrickle.pgt_stream_tables AS s
     CROSS JOIN LATERAL pgtrickle._sources(s.view_relid) AS source
     CROSS JOIN LATERAL unnest(source.checked_as) AS role
@@ -88,34 +94,40 @@ BEGIN
         SELECT array_agg(a) AS columns FROM unnest(source.columns) AS a
         WHERE NOT has_column_privilege(role, source.relation, a, 'SELECT')
     ) AS missing
-    WHERE s.pgt_id = id AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT')));
+    CROSS JOIN LATERAL (SELECT pgtrickle._row_security_applies(role, source.relation) AS applies) AS secured
+    WHERE s.pgt_id = id
+      AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT') OR secured.applies)), (
+        -- Also of functions behind views: PostgreSQL checks who runs the query, not who owns the view.
+        SELECT string_agg(DISTINCT format('role %s may not call %s', v.relowner::regrole, f.fn::regprocedure), '; ')
+        FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS v ON v.oid = s.view_relid
+        CROSS JOIN LATERAL pgtrickle._functions_used(s.view_relid) AS f
+        WHERE s.pgt_id = id AND NOT has_function_privilege(v.relowner, f.fn, 'EXECUTE'))), '');
 END
 $$;
 
--- What the query computes of changed rows runs with its owner's rights, on the columns that the owner may read anyway.
-CREATE OR REPLACE FUNCTION pgtrickle._grant_buffers(id bigint) RETURNS void
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+-- Sources that a query reads through a view with the rights of the view's owner, where its own owner may not read them: only PostgreSQL knows which
+-- of their rows and columns that view shows. NULL if there are none.
+CREATE OR REPLACE FUNCTION pgtrickle._hidden_sources(view regclass) RETURNS text
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-DECLARE
-    source record;
 BEGIN
-    FOR source IN
-        SELECT t.buffer_relid, c.relowner::regrole AS owner,
-               (SELECT string_agg(quote_ident(a.attname), ', ') FROM pg_attribute AS a
-                WHERE a.attrelid = t.buffer_relid AND a.attnum > 0 AND NOT a.attisdropped
-                  AND (a.attname IN ('__pgt_xid', '__pgt_w')
-                       OR a.attname IN (SELECT 'c' || u FROM unnest(d.columns_used) AS u))) AS columns
-        FROM pgtrickle.pgt_dependencies AS d
-        JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
-        JOIN pg_class AS c ON c.oid = s.pgt_relid
-        JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
-        WHERE d.pgt_id = id AND d.source_type <> 'DISTRIBUTED'
-    LOOP
-        EXECUTE format('GRANT SELECT (%s) ON %s TO %s', source.columns, source.buffer_relid, source.owner);
-    END LOOP;
+    IF NOT EXISTS (
+        SELECT FROM pg_rewrite AS r
+        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+        JOIN pg_class AS c ON c.oid = d.refobjid
+        WHERE r.ev_class = view AND c.relkind = 'v' AND c.oid <> view
+    ) THEN
+        RETURN NULL; -- nearly always
+    END IF;
+    RETURN (
+        SELECT string_agg(DISTINCT s.relation::text, ', ')
+        FROM pg_class AS v CROSS JOIN LATERAL pgtrickle._sources(view) AS s
+        WHERE v.oid = view AND s.checked_as <> ARRAY[v.relowner]
+          AND (NOT has_any_column_privilege(v.relowner, s.relation, 'SELECT')
+               OR EXISTS (SELECT FROM unnest(s.columns) AS a WHERE NOT has_column_privilege(v.relowner, s.relation, a, 'SELECT'))
+               OR pgtrickle._row_security_applies(v.relowner, s.relation)));
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._grant_buffers(bigint) FROM PUBLIC;
 
 -- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator reads as they are.
 CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
@@ -165,9 +177,7 @@ BEGIN
                 WHEN NOT pgtrickle._can_capture(source.relation) THEN CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END
                 WHEN c.relkind = 'p' THEN 'PARTITIONED' ELSE 'TABLE' END,
            source.columns,
-           coalesce(f.database || '/' || f.source_stable_name,
-                    (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source.relation),
-                    pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname))),
+           coalesce(f.database || '/' || f.source_stable_name, pgtrickle._stable_name(source.relation)),
            signatures ->> source.relation::oid::text, source.through,
            pgtrickle._citus_placement(coalesce(source.through, source.relation))
     FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole) AS source
@@ -182,7 +192,6 @@ BEGIN
             USING ERRCODE = 'feature_not_supported', HINT = 'Use one name for it: its own in three parts, or one foreign table.';
     END IF;
 
-    PERFORM pgtrickle._grant_buffers(id);
     -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
     WITH RECURSIVE upstream (relation, reader) AS (
         SELECT coalesce(through, source_relid), own FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
@@ -203,23 +212,35 @@ BEGIN
     END IF;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._register_sources(bigint) FROM PUBLIC;
 
+-- That all parts belong to one role, which only that role can have brought about, is proof enough that it wants this.
 CREATE OR REPLACE FUNCTION pgtrickle._register(
-    id bigint, storage regclass, view regclass, query text, schedule text, refresh_mode text,
+    caller name, id bigint, storage regclass, view regclass, query text, schedule text, refresh_mode text,
     pooler_compatibility_mode boolean, placement text, key_columns text[], session_settings jsonb)
 RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     problem text;
 BEGIN
-    PERFORM pgtrickle._require_owner(storage, 'register');
-    IF view <> to_regclass('pgtrickle_views.q_' || id)
-       OR id > (SELECT last_value FROM pgtrickle.pgt_stream_tables_pgt_id_seq) THEN
+    IF NOT pgtrickle._acts_for(caller, (SELECT c.relowner FROM pg_class AS c WHERE c.oid = storage AND c.relkind = 'r')) THEN
+        RAISE EXCEPTION 'role % may not register %', quote_ident(caller), coalesce(storage::text, 'NULL') USING ERRCODE = 'insufficient_privilege';
+    ELSIF (SELECT c.oid FROM pg_class AS c WHERE c.relnamespace = 'pgtrickle_views'::regnamespace AND c.relname = 'q_' || id AND c.relkind = 'v')
+              IS DISTINCT FROM view::oid
+       -- Given out by _new_id() in this session: under an earlier one there may be messages of somebody else's.
+       OR id IS DISTINCT FROM currval('pgtrickle.pgt_stream_tables_pgt_id_seq') THEN
         RAISE EXCEPTION 'no stream table can have id %', id
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
+    IF EXISTS (SELECT FROM unnest(key_columns) AS k WHERE k IS NULL OR NOT EXISTS (
+                   SELECT FROM pg_attribute AS a WHERE a.attrelid = view AND a.attnum > 0 AND a.attname = k)) THEN
+        RAISE EXCEPTION 'key columns % are not columns of the query', key_columns
+            USING ERRCODE = 'undefined_column', HINT = 'Use pgtrickle.create_stream_table().';
+    END IF;
+    -- One that was renamed since has given its name free.
+    UPDATE pgtrickle.pgt_stream_tables AS s SET pgt_schema = n.nspname, pgt_name = c.relname
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace, pg_class AS new JOIN pg_namespace AS m ON m.oid = new.relnamespace
+    WHERE c.oid = s.pgt_relid AND new.oid = storage AND (s.pgt_schema, s.pgt_name) = (m.nspname, new.relname);
     INSERT INTO pgtrickle.pgt_stream_tables (
         pgt_id, pgt_schema, pgt_name, pgt_relid, view_relid, defining_query, schedule, refresh_mode,
         pooler_compatibility_mode, placement, key_columns, session_settings)
@@ -233,20 +254,29 @@ BEGIN
             USING ERRCODE = 'invalid_object_definition', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
     PERFORM pgtrickle._register_sources(id);
-    PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
+    PERFORM pgtrickle._close_views(caller);
+    PERFORM pgtrickle._settle_schedules(id), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
 -- NULL leaves a value as it is.
 CREATE OR REPLACE FUNCTION pgtrickle._change(
-    id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
+    caller name, id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
     session_settings jsonb, tier text, fuse_ceiling bigint, lost_members text)
 RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 #variable_conflict use_column
 BEGIN
-    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'alter');
+    PERFORM pgtrickle._require_owner(caller, id, 'alter');
+    IF _change.query IS NOT NULL THEN
+        -- An old snapshot does not see what others have begun to read; nor do two at once see each other: there would be cycles.
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %', current_setting('transaction_isolation')
+                USING ERRCODE = 'active_sql_transaction', HINT = 'Use a READ COMMITTED transaction.';
+        END IF;
+        PERFORM pgtrickle._lock('queries');
+    END IF;
     IF _change.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
                                              WHERE s.pgt_id = id AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
         status := coalesce(_change.status, 'ACTIVE'); -- it was suspended for want of a query
@@ -262,6 +292,9 @@ BEGIN
         status = coalesce(CASE WHEN _change.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING' ELSE _change.status END, s.status),
         status_reason = CASE _change.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL ELSE s.status_reason END,
         consecutive_errors = CASE _change.status WHEN 'ACTIVE' THEN 0 ELSE s.consecutive_errors END,
+        last_error = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.last_error END,
+        counted_errors = CASE _change.status WHEN 'ACTIVE' THEN 0 ELSE s.counted_errors END,
+        alerted = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.alerted END,
         fuse_blown_at = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
         tier = CASE _change.tier WHEN 'auto' THEN NULL ELSE coalesce(_change.tier, s.tier) END,
         fuse_ceiling = coalesce(_change.fuse_ceiling, s.fuse_ceiling),
@@ -276,44 +309,71 @@ BEGIN
     WHERE s.pgt_id = id;
     IF _change.query IS NOT NULL THEN
         PERFORM pgtrickle._register_sources(id);
+        PERFORM pgtrickle._close_views(caller);
     END IF;
-    PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
+    PERFORM pgtrickle._settle_schedules(id), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
 -- Removes what is left of stream tables whose table was dropped by hand. The views and functions are their former
--- owners', but in a schema of ours.
+-- owners', but in a schema of ours. What somebody has locked waits for the next call.
 CREATE OR REPLACE FUNCTION pgtrickle._forget_dropped() RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning SET lock_timeout = '200ms'
 AS $$
 DECLARE
-    gone record;
+    gone bigint;
 BEGIN
     FOR gone IN
-        DELETE FROM pgtrickle.pgt_stream_tables AS s
-        WHERE NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = s.pgt_relid)
-        RETURNING s.pgt_id
+        SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s
+        WHERE NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = s.pgt_relid) FOR UPDATE SKIP LOCKED
     LOOP
-        EXECUTE format('DROP VIEW IF EXISTS pgtrickle_views.%I', 'q_' || gone.pgt_id);
-        EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || gone.pgt_id);
-        EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone.pgt_id);
-        EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone.pgt_id);
+        BEGIN
+            BEGIN
+                EXECUTE format('DROP VIEW IF EXISTS pgtrickle_views.%I', 'q_' || gone);
+            EXCEPTION WHEN dependent_objects_still_exist OR wrong_object_type THEN
+                NULL; -- a view of somebody's on it, or something else of that name: it stays, and stops nobody else
+            END;
+            EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || gone);
+            EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone); -- of an earlier version
+            EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'read_' || gone);
+            EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone);
+            DELETE FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = gone;
+            PERFORM pgtrickle._signal_dag_rebuild();
+        EXCEPTION
+            WHEN lock_not_available THEN
+                RETURN; -- whoever holds one lock may hold many: not a wait for each
+            WHEN dependent_objects_still_exist OR wrong_object_type THEN
+                NULL;
+        END;
     END LOOP;
-    IF FOUND THEN
-        PERFORM pgtrickle._settle_schedules(), pgtrickle._signal_dag_rebuild();
+END
+$$;
+
+-- A role has a limited number of requests that wait, and of those that are kept for their keys.
+CREATE OR REPLACE FUNCTION pgtrickle._require_room(caller name) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    most_waiting CONSTANT integer := 1000;
+BEGIN
+    IF (SELECT count(*) FROM (SELECT FROM pgtrickle.pgt_requests AS r WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
+                              LIMIT most_waiting) AS waiting) >= most_waiting THEN
+        RAISE EXCEPTION 'role % has % requests waiting', quote_ident(caller), most_waiting
+            USING ERRCODE = 'program_limit_exceeded', HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
     END IF;
 END
 $$;
 
 -- Under a key that its author has used before it is the same request; one that failed is filed again.
-CREATE OR REPLACE FUNCTION pgtrickle._file_request(id bigint, key text DEFAULT NULL) RETURNS bigint
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     request bigint;
 BEGIN
-    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'refresh');
-    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key) VALUES (id, pgtrickle._caller(), key)
+    PERFORM pgtrickle._require_owner(caller, id, 'refresh');
+    PERFORM pgtrickle._require_room(caller);
+    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key) VALUES (id, caller, key)
     ON CONFLICT (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL DO UPDATE
     SET status = CASE r.status WHEN 'FAILED' THEN 'PENDING' ELSE r.status END,
         error = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.error END,

@@ -35,7 +35,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._check_options(
     schedule text, refresh_mode text, placement text, status text DEFAULT NULL, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL,
     lost_members text DEFAULT NULL)
 RETURNS void
-LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF refresh_mode NOT IN ('AUTO', 'DIFFERENTIAL', 'FULL') THEN
@@ -48,11 +48,20 @@ BEGIN
         RAISE EXCEPTION 'status cannot be set to %', quote_literal(status)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It can be set to ACTIVE or SUSPENDED.';
     ELSIF schedule !~ '^(calculated|([0-9]{1,9}(ms|s|m|h|d|w))+|(CRON_TZ=\S+ +)?(@(hourly|daily|weekly|monthly|yearly)|[-0-9*/,]+( +[-0-9a-zA-Z*/,#]+){4}))$'
-          OR schedule ~ '^(0+(ms|s|m|h|d|w))+$' THEN
+          OR schedule ~ '^(0+(ms|s|m|h|d|w))+$' OR length(schedule) > 500 THEN
         RAISE EXCEPTION 'schedule cannot be %', quote_literal(schedule)
             USING ERRCODE = 'invalid_parameter_value',
                   HINT = 'It is a duration such as 500ms, 30s or 1h30m, a cron expression such as */5 * * * * (CRON_TZ=Area/City before'
                          ' it names a time zone), or calculated.';
+    ELSIF schedule ~ '^[0-9]+[mshdw]' AND pgtrickle._duration(schedule) IS NULL THEN
+        RAISE EXCEPTION 'schedule cannot be %', quote_literal(schedule)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'A duration is at most ten years, which are 3650d.';
+    ELSIF coalesce(starts_with(schedule, 'CRON_TZ='), false) AND NOT EXISTS (
+              SELECT FROM pg_timezone_names AS z
+              WHERE z.name = split_part(substr(schedule, 9), ' ', 1) AND z.name ~ '^[A-Za-z0-9_+/-]+$') THEN
+        RAISE EXCEPTION 'schedule cannot be %: there is no time zone %', quote_literal(schedule),
+                quote_literal(split_part(substr(schedule, 9), ' ', 1))
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'pg_timezone_names lists them; upper and lower case matter.';
     ELSIF tier NOT IN ('hot', 'warm', 'cold', 'frozen', 'auto') THEN
         RAISE EXCEPTION 'tier cannot be %', quote_literal(tier)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It is hot, warm, cold or frozen; auto leaves it to the service.';
@@ -72,6 +81,14 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT jsonb_object_agg(name, current_setting(name)) || jsonb_build_object('search_path', query_path)
     FROM unnest(ARRAY['TimeZone', 'DateStyle', 'IntervalStyle', 'lc_monetary', 'lc_numeric', 'lc_time']) AS name
+$$;
+
+-- The service sets these in its sessions: no others are kept.
+CREATE OR REPLACE FUNCTION pgtrickle._known_session_settings(settings jsonb) RETURNS jsonb
+LANGUAGE sql STABLE STRICT SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT coalesce(jsonb_object_agg(s.key, s.value), '{}') FROM jsonb_each_text(settings) AS s
+    WHERE s.key IN ('TimeZone', 'DateStyle', 'IntervalStyle', 'lc_monetary', 'lc_numeric', 'lc_time', 'search_path')
 $$;
 
 -- Keeps the query as a view, analysed with the caller's search_path.
@@ -103,7 +120,8 @@ BEGIN
     EXCEPTION
         WHEN duplicate_column THEN
             RAISE EXCEPTION 'the columns of the defining query need different names: %', SQLERRM
-                USING ERRCODE = 'duplicate_column', HINT = 'Name them with AS.';
+                USING ERRCODE = 'duplicate_column',
+                      HINT = CASE WHEN SQLERRM LIKE '%\_\_pgt\_row\_id%' THEN 'Name the columns of the stream tables instead of *.' ELSE 'Name them with AS.' END;
         WHEN invalid_table_definition THEN
             IF SQLERRM LIKE '%temporary%' THEN
                 RAISE EXCEPTION 'the defining query reads a temporary table'
@@ -113,6 +131,37 @@ BEGIN
     END;
     PERFORM set_config('search_path', 'pg_catalog, pg_temp', true);
     RETURN to_regclass('pgtrickle_views.' || view_name);
+END
+$$;
+
+-- The text of a query as it is stored. Row ids of stream tables that `*` would include are left out, because they are not data; naming one is an
+-- error. Other errors in the query are reported when it is stored.
+CREATE OR REPLACE FUNCTION pgtrickle._visible_text(written text, query_path text) RETURNS text
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    single CONSTANT refcursor := '__pgt_check';
+    shown text;
+    has_row_id boolean;
+BEGIN
+    IF written NOT LIKE '%*%' OR written LIKE '%\_\_pgt\_%' OR NOT EXISTS (
+            SELECT FROM pgtrickle.pgt_stream_tables AS s JOIN pg_attribute AS a ON a.attrelid = s.pgt_relid AND a.attname = '__pgt_row_id') THEN
+        RETURN written;
+    END IF;
+    PERFORM set_config('search_path', query_path, true);
+    OPEN single FOR EXECUTE written; -- takes one statement only
+    CLOSE single;
+    EXECUTE 'CREATE TEMP VIEW pgt_shown AS ' || written;
+    PERFORM set_config('search_path', 'pg_catalog, pg_temp', true);
+    SELECT string_agg(quote_ident(a.attname), ', ' ORDER BY a.attnum) FILTER (WHERE a.attname <> '__pgt_row_id'), bool_or(a.attname = '__pgt_row_id')
+    INTO shown, has_row_id FROM pg_attribute AS a WHERE a.attrelid = 'pg_temp.pgt_shown'::regclass AND a.attnum > 0;
+    EXECUTE 'DROP VIEW pg_temp.pgt_shown';
+    IF has_row_id THEN
+        written := format(E'SELECT %s FROM (%s\n) AS q', shown, rtrim(written, E' \t\r\n;'));
+    END IF;
+    RETURN written;
+EXCEPTION WHEN OTHERS THEN
+    RETURN written;
 END
 $$;
 
@@ -182,42 +231,104 @@ BEGIN
 END
 $$;
 
--- What the service runs with the owner's rights: reading what the query reads, and changing the stream table.
-CREATE OR REPLACE FUNCTION pgtrickle._create_owner_functions(id bigint) RETURNS void
+-- What the service runs with the owner's rights: reading what the query reads, and changing the stream table. The owner cannot alter the text of
+-- these functions, for want of the right to create anything in their schema, but can alter their options: to SECURITY INVOKER, say. So they look
+-- themselves whether they run with their owner's rights, by names that no search path changes. And whether the session has the rights of the
+-- service's role: a login that was the service's before, or that a former owner granted EXECUTE to, has not.
+CREATE OR REPLACE FUNCTION pgtrickle._owner_function(id bigint, kind text) RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT format($create$CREATE OR REPLACE FUNCTION pgtrickle_views.%1$I(statement pg_catalog.text, args pg_catalog.text[]) RETURNS %2$s
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS %3$L$create$, kind || '_' || id,
+        CASE kind WHEN 'read' THEN 'SETOF pg_catalog.record' ELSE 'pg_catalog.int8[]' END,
+        format($body$
+DECLARE
+    counts pg_catalog.int8[];
+BEGIN
+    IF NOT EXISTS (
+            SELECT FROM pg_catalog.pg_proc AS p
+            WHERE p.oid OPERATOR(pg_catalog.=) 'pgtrickle_views.%s(pg_catalog.text, pg_catalog.text[])'::pg_catalog.regprocedure
+              AND pg_catalog.pg_get_userbyid(p.proowner) OPERATOR(pg_catalog.=) current_user
+              AND p.proconfig OPERATOR(pg_catalog.=) '{"search_path=pg_catalog, pg_temp"}'::pg_catalog.text[]
+              AND NOT EXISTS (SELECT FROM pg_catalog.aclexplode(p.proacl) AS a
+                              WHERE a.grantee OPERATOR(pg_catalog.<>) p.proowner
+                                AND pg_catalog.pg_get_userbyid(a.grantee) OPERATOR(pg_catalog.<>) pgtrickle._service_role())) THEN
+        RAISE EXCEPTION 'function %1$s was altered, or can be called by other roles than the service''s'
+            USING HINT = 'alter_stream_table(query => …) makes it again.';
+    ELSIF pg_catalog.pg_has_role(session_user, pgtrickle._service_role(), 'USAGE') IS NOT TRUE THEN
+        RAISE EXCEPTION 'function %1$s is the service''s to call';
+    END IF;
+    %s
+END$body$, kind || '_' || id,
+            CASE kind WHEN 'read' THEN 'RETURN QUERY EXECUTE statement USING args;' ELSE $body$IF args IS NULL THEN
+        EXECUTE statement;
+    ELSE
+        EXECUTE statement INTO counts USING args;
+    END IF;
+    RETURN counts;$body$ END))
+$$;
+
+-- All that creates or renews them, to be run by the owner.
+CREATE OR REPLACE FUNCTION pgtrickle._owner_functions_ddl(id bigint) RETURNS SETOF text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT pgtrickle._owner_function(id, 'read')
+    UNION ALL
+    SELECT pgtrickle._owner_function(id, 'write')
+    UNION ALL
+    SELECT format(c.command, format('pgtrickle_views.%1$I(pg_catalog.text, pg_catalog.text[]), pgtrickle_views.%2$I(pg_catalog.text, pg_catalog.text[])',
+                                    'read_' || id, 'write_' || id), pgtrickle._service_role())
+    FROM (VALUES ('REVOKE ALL ON FUNCTION %1$s FROM PUBLIC'), ('GRANT EXECUTE ON FUNCTION %1$s TO %2$I')) AS c (command)
+    UNION ALL
+    -- To lock the view, and by it what it reads, before a snapshot is taken.
+    SELECT format('GRANT SELECT ON pgtrickle_views.%I TO %I', 'q_' || id, pgtrickle._service_role())
+$$;
+
+-- Creates them as the owner. Default privileges of the owner's may let others call them: nobody shall.
+CREATE OR REPLACE FUNCTION pgtrickle._make_owner_functions(id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
+DECLARE
+    command text;
+    stranger record;
 BEGIN
-    EXECUTE format($create$
-        CREATE FUNCTION pgtrickle_views.%I(query text) RETURNS SETOF record
-        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-        AS 'BEGIN RETURN QUERY EXECUTE query; END'$create$, 'read_' || id);
-    EXECUTE format($create$
-        CREATE FUNCTION pgtrickle_views.%I(statement text, args text[]) RETURNS bigint[]
-        LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-        AS 'DECLARE counts bigint[];
-            BEGIN
-                IF args IS NULL THEN
-                    EXECUTE statement;
-                ELSE
-                    EXECUTE statement INTO counts USING args;
-                END IF;
-                RETURN counts;
-            END'$create$,
-        'write_' || id);
-    EXECUTE format('REVOKE ALL ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) FROM PUBLIC',
-                   'read_' || id, 'write_' || id);
-    EXECUTE format('GRANT EXECUTE ON FUNCTION pgtrickle_views.%I(text), pgtrickle_views.%I(text, text[]) TO %I',
-                   'read_' || id, 'write_' || id, pgtrickle._service_role());
-    -- To lock the view, and by it what it reads, before a snapshot is taken.
-    EXECUTE format('GRANT SELECT ON pgtrickle_views.%I TO %I', 'q_' || id, pgtrickle._service_role());
+    FOR command IN SELECT pgtrickle._owner_functions_ddl(id) LOOP
+        EXECUTE command;
+    END LOOP;
+    FOR stranger IN SELECT DISTINCT f.function, a.grantee::regrole AS role
+                    FROM pgtrickle._owner_functions(id) AS f (function)
+                    JOIN pg_proc AS p ON p.oid = f.function
+                    CROSS JOIN LATERAL aclexplode(p.proacl) AS a
+                    WHERE a.grantee NOT IN (0, p.proowner) AND pg_get_userbyid(a.grantee) <> pgtrickle._service_role() LOOP
+        EXECUTE format('REVOKE ALL ON FUNCTION %s FROM %s', stranger.function, stranger.role);
+    END LOOP;
 END
+$$;
+
+-- Whether the functions of a stream table are as this version makes them.
+CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_current(id bigint) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT count(*) = 2 AND bool_and(l.lanname = 'plpgsql' AND strpos(pgtrickle._owner_function(id, split_part(p.proname, '_', 1)), quote_literal(p.prosrc)) > 0)
+    FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang WHERE p.oid IN (SELECT pgtrickle._owner_functions(id))
+$$;
+
+-- Whether they are as an earlier version made them: then the service renews them.
+CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_earlier(id bigint) RETURNS boolean
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang
+                   WHERE p.oid = to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id)) AND p.prosecdef AND l.lanname = 'plpgsql'
+                     AND regexp_replace(p.prosrc, '\s+', ' ', 'g') = 'DECLARE counts bigint[]; BEGIN IF args IS NULL THEN EXECUTE statement;'
+                         ' ELSE EXECUTE statement INTO counts USING args; END IF; RETURN counts; END')
+       AND to_regprocedure(format('pgtrickle_views.read_%s(text, text[])', id)) IS NULL
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._create(
     name text, query text, schedule text, refresh_mode text, initialize boolean, pooler_compatibility_mode boolean,
     placement text, key_columns text[], query_path text, default_schema text, st_placement text, output_distribution_column text)
 RETURNS bigint
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
 DECLARE
     parts text[] := pgtrickle._parse_name(name, default_schema);
@@ -239,31 +350,42 @@ BEGIN
             USING ERRCODE = 'duplicate_table',
                   HINT = 'Choose another name, or use create_or_replace_stream_table() to change a stream table.';
     END IF;
-    id := pgtrickle._new_id();
-    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._local_text(query), query_path);
+    id := pgtrickle._gate('begin', '{}')::bigint;
+    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._visible_text(pgtrickle._local_text(query), query_path), query_path);
     PERFORM pgtrickle._check_query(view);
+    key_columns := coalesce(key_columns, pgtrickle._find_key(view));
     PERFORM pgtrickle._check_polled(view, refresh_mode);
     whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
     -- What remains; but a query over distributed tables is never run as a whole, unless the coordinator computes it.
     IF whole OR NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation)) THEN
-        EXECUTE format('SELECT * FROM %s LIMIT 0', view);
+        BEGIN
+            EXECUTE format('SELECT * FROM %s LIMIT 0', view);
+        EXCEPTION WHEN undefined_table OR undefined_function OR undefined_object OR invalid_schema_name THEN
+            RAISE EXCEPTION 'a function of the query cannot be run: %', SQLERRM
+                USING ERRCODE = SQLSTATE,
+                      HINT = format('A refresh runs the functions of a query with search_path = pg_catalog, pg_temp. Write the schema before the names in them,'
+                                    ' or ALTER FUNCTION ... SET search_path = %s;', query_path);
+        END;
     END IF;
     st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
     storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
-    PERFORM pgtrickle._create_owner_functions(id);
+    PERFORM pgtrickle._make_owner_functions(id);
     PERFORM pgtrickle._attach_sources(view, whole);
-    PERFORM pgtrickle._register(id, storage, view, query, schedule, refresh_mode, coalesce(pooler_compatibility_mode, false),
-                                placement, key_columns, pgtrickle._session_settings(query_path));
+    PERFORM pgtrickle._gate('register', jsonb_build_object(
+        'id', id, 'storage', storage::oid, 'view', view::oid, 'query', query, 'schedule', schedule, 'refresh_mode', refresh_mode,
+        'pooler_compatibility_mode', coalesce(pooler_compatibility_mode, false), 'placement', placement, 'key_columns', key_columns,
+        'session_settings', pgtrickle._session_settings(query_path)));
     IF whole THEN
-        PERFORM pgtrickle._note_coordinator(id);
+        PERFORM pgtrickle._gate('note_coordinator', jsonb_build_object('id', id));
     END IF;
     PERFORM pgtrickle._place(id, st_placement, output_distribution_column);
     -- Not before: what was left of capture of the same table would go and come in one transaction, which Citus cannot.
     PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN
-        PERFORM pgtrickle._file_request(id);
+        PERFORM pgtrickle._gate('request', jsonb_build_object('id', id));
     END IF;
+    PERFORM pgtrickle._warn_of_time(view, storage);
     PERFORM pgtrickle._warn_without_service();
     RETURN id;
 END

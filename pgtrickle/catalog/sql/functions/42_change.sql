@@ -1,7 +1,8 @@
 -- Finding, altering, replacing and dropping stream tables.
 
 -- The id of a stream table by its name, as the caller's search_path has it; NULL if there is none. A table that was
--- renamed is found by its new name, one that was dropped by hand by the name it had.
+-- renamed is found by its new name, one that was dropped by hand by the name it had. Operators have their schema: in the caller's search path there may
+-- be others that fit better.
 CREATE OR REPLACE FUNCTION pgtrickle._find(name text) RETURNS bigint
 LANGUAGE plpgsql STABLE
 AS $$
@@ -11,13 +12,13 @@ DECLARE
         (SELECT pg_catalog.string_agg(pg_catalog.quote_ident(part), '.' ORDER BY n) FROM pg_catalog.unnest(parts) WITH ORDINALITY AS p (part, n)));
     id bigint;
 BEGIN
-    SELECT s.pgt_id INTO id FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_relid = relation;
+    SELECT s.pgt_id INTO id FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_relid::oid OPERATOR(pg_catalog.=) relation::oid;
     IF NOT FOUND AND relation IS NULL THEN
         SELECT s.pgt_id INTO id FROM pgtrickle.pgt_stream_tables AS s
         WHERE s.pgt_name = parts[pg_catalog.cardinality(parts)]
           AND CASE pg_catalog.cardinality(parts) WHEN 1 THEN s.pgt_schema = ANY (pg_catalog.current_schemas(false))
                    ELSE s.pgt_schema = parts[pg_catalog.cardinality(parts) - 1] END
-          AND NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c WHERE c.oid = s.pgt_relid)
+          AND NOT EXISTS (SELECT FROM pg_catalog.pg_class AS c WHERE c.oid OPERATOR(pg_catalog.=) s.pgt_relid::oid)
         ORDER BY pg_catalog.array_position(pg_catalog.current_schemas(false), s.pgt_schema::name)
         LIMIT 1;
     END IF;
@@ -50,9 +51,10 @@ DECLARE
     new_columns text;
     former text := pgtrickle._keep_ddl_here();
 BEGIN
-    SELECT * INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
+    SELECT s.pgt_relid, s.through_coordinator INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
     old_columns := pgtrickle._shape(stream_table.pgt_relid);
-    query := pgtrickle._local_text(query);
+    query := pgtrickle._visible_text(pgtrickle._local_text(query), query_path);
+    PERFORM pgtrickle._gate('open', jsonb_build_object('id', id));
     view := pgtrickle._write_view('CREATE VIEW', 'new_' || id, query, query_path);
     new_columns := pgtrickle._shape(view);
     IF old_columns IS DISTINCT FROM new_columns THEN
@@ -64,7 +66,8 @@ BEGIN
     EXECUTE format('DROP VIEW %s', view);
     -- A new view where the old one was dropped with something it read.
     view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
-    EXECUTE format('GRANT SELECT ON %s TO %I', view, pgtrickle._service_role());
+    PERFORM pgtrickle._warn_of_time(view, stream_table.pgt_relid);
+    PERFORM pgtrickle._make_owner_functions(id); -- also for a service that has another role since
     PERFORM pgtrickle._attach_sources(view, stream_table.through_coordinator);
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
@@ -84,7 +87,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._alter(
     id bigint, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text, query text,
     query_path text, tier text DEFAULT NULL, fuse_ceiling bigint DEFAULT NULL, lost_members text DEFAULT NULL)
 RETURNS void
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
 BEGIN
     refresh_mode := upper(refresh_mode);
@@ -93,8 +96,10 @@ BEGIN
     IF query IS NOT NULL THEN
         PERFORM pgtrickle._replace_query(id, query, query_path);
     END IF;
-    PERFORM pgtrickle._change(id, query, schedule, refresh_mode, upper(status), pooler_compatibility_mode, placement,
-                              CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, tier, fuse_ceiling, lost_members);
+    PERFORM pgtrickle._gate('change', jsonb_build_object(
+        'id', id, 'query', query, 'schedule', schedule, 'refresh_mode', refresh_mode, 'status', upper(status),
+        'pooler_compatibility_mode', pooler_compatibility_mode, 'placement', placement, 'tier', tier, 'fuse_ceiling', fuse_ceiling,
+        'session_settings', CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, 'lost_members', lost_members));
     IF query IS NOT NULL OR refresh_mode IS NOT NULL THEN
         PERFORM pgtrickle._check_polled(s.view_relid, s.refresh_mode) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
     END IF;
@@ -123,8 +128,9 @@ AS $$
 DECLARE
     old record;
     new_query text;
+    new_key text[];
 BEGIN
-    SELECT * INTO STRICT old FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id;
+    SELECT * INTO STRICT old FROM pgtrickle.pgt_visible_stream_tables WHERE pgt_id = id;
     schedule := coalesce(schedule, 'calculated');
     IF (old.defining_query, old.session_settings ->> 'search_path') IS DISTINCT FROM (query, query_path) THEN
         new_query := query;
@@ -133,12 +139,14 @@ BEGIN
         IS NOT DISTINCT FROM (schedule, upper(refresh_mode), pooler_compatibility_mode, placement) THEN
         RETURN id;
     END IF;
-    IF new_query IS NOT NULL AND old.key_columns IS DISTINCT FROM key_columns THEN
+    PERFORM pgtrickle._alter(id, schedule, refresh_mode, NULL, pooler_compatibility_mode, placement, new_query, query_path);
+    -- If no key is given, the one found for the query counts. A stream table without a key accepts any query.
+    SELECT coalesce(_replace.key_columns, pgtrickle._find_key(s.view_relid)) INTO new_key FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
+    IF new_query IS NOT NULL AND old.key_columns IS DISTINCT FROM new_key AND (key_columns IS NOT NULL OR old.key_columns IS NOT NULL) THEN
         RAISE EXCEPTION 'the new query of stream table % has another key: % instead of %', old.pgt_relid,
-                coalesce(key_columns::text, 'none'), coalesce(old.key_columns::text, 'none')
+                coalesce(new_key::text, 'none'), coalesce(old.key_columns::text, 'none')
             USING ERRCODE = 'invalid_table_definition', HINT = 'Drop the stream table and create it again.';
     END IF;
-    PERFORM pgtrickle._alter(id, schedule, refresh_mode, NULL, pooler_compatibility_mode, placement, new_query, query_path);
     RETURN id;
 END
 $$;
@@ -156,36 +164,87 @@ AS $$
                                 key_columns, pg_catalog.current_setting('search_path')) END
 $$;
 
+-- Before stream tables are dropped: keeps refreshes of them out, in the order in which a refresh takes its locks. First the views, then the rows; the
+-- tables come after both. What stands in the way of a view leaves it, as _forget_dropped() does.
+CREATE OR REPLACE FUNCTION pgtrickle._begin_drop(caller name, ids bigint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    view text;
+BEGIN
+    PERFORM pgtrickle._require_owner(caller, s.pgt_id, 'drop') FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid
+    WHERE s.pgt_id = ANY (ids);
+    FOR view IN SELECT 'q_' || id FROM unnest(ids) AS id ORDER BY ('q_' || id) COLLATE "C" LOOP
+        BEGIN
+            EXECUTE format('DROP VIEW IF EXISTS pgtrickle_views.%I', view);
+        EXCEPTION WHEN dependent_objects_still_exist OR wrong_object_type THEN
+            NULL;
+        END;
+    END LOOP;
+    PERFORM FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = ANY (ids) ORDER BY s.pgt_id FOR UPDATE;
+END
+$$;
+
+-- A stream table and all that read it, readers first.
+CREATE OR REPLACE FUNCTION pgtrickle._with_readers(id bigint) RETURNS bigint[]
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    WITH RECURSIVE found (pgt_id, depth) AS (
+        SELECT id, 0
+        UNION ALL
+        SELECT d.pgt_id, f.depth + 1 FROM found AS f
+        JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_id = f.pgt_id
+        JOIN pgtrickle.pgt_dependencies AS d ON s.pgt_relid IN (d.source_relid, d.through)
+    )
+    SELECT array_agg(each.pgt_id ORDER BY each.depth DESC, each.pgt_id) FROM (SELECT f.pgt_id, max(f.depth) AS depth FROM found AS f GROUP BY 1) AS each
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._drop(id bigint, cascade boolean) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
-    stream_table record;
-    dependent record;
-    dependents text;
+    gone bigint[];
+    dropped record;
+    label text := (SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id);
     former text := pgtrickle._keep_ddl_here();
 BEGIN
-    SELECT s.*, c.oid IS NOT NULL AS is_there INTO STRICT stream_table
-    FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO dependents
-    FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_id = d.pgt_id
-    WHERE stream_table.pgt_relid IN (d.source_relid, d.through);
-    IF dependents IS NOT NULL AND NOT cascade THEN
-        RAISE EXCEPTION 'stream table % is read by %', stream_table.pgt_relid, dependents
-            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
+    BEGIN
+        -- Those that begin to read it while this waits for locks hold one on its table, and are seen in the next round.
+        LOOP
+            gone := pgtrickle._with_readers(id);
+            IF cardinality(gone) > 1 AND NOT cascade THEN
+                RAISE EXCEPTION 'stream table % is read by %', label,
+                        (SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ' ORDER BY s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
+                         WHERE s.pgt_id = ANY (gone) AND s.pgt_id <> id)
+                    USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
+            END IF;
+            PERFORM pgtrickle._gate('begin_drop', jsonb_build_object('ids', gone));
+            FOR dropped IN
+                SELECT s.pgt_relid FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n) JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+                JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.st_placement NOT IN ('reference', 'distributed') ORDER BY g.n
+            LOOP
+                EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', dropped.pgt_relid);
+            END LOOP;
+            EXIT WHEN pgtrickle._with_readers(id) = gone;
+        END LOOP;
+    EXCEPTION WHEN lock_not_available THEN
+        RAISE EXCEPTION 'stream table % cannot be dropped: it is being refreshed, or another transaction uses it', label
+            USING ERRCODE = 'lock_not_available', HINT = 'Try again when that has ended, or raise lock_timeout.';
+    END;
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id) THEN
+        RAISE EXCEPTION 'stream table % was dropped by another transaction', label USING ERRCODE = 'undefined_object';
     END IF;
-    FOR dependent IN SELECT DISTINCT d.pgt_id FROM pgtrickle.pgt_dependencies AS d WHERE stream_table.pgt_relid IN (d.source_relid, d.through) LOOP
-        PERFORM pgtrickle._drop(dependent.pgt_id, true) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = dependent.pgt_id;
-    END LOOP;
-    IF stream_table.is_there THEN
-        EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || stream_table.pgt_id);
-        IF stream_table.st_placement IN ('reference', 'distributed') THEN
+    FOR dropped IN
+        SELECT s.pgt_relid, s.st_placement FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n) JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+        JOIN pg_class AS c ON c.oid = s.pgt_relid ORDER BY g.n
+    LOOP
+        IF dropped.st_placement IN ('reference', 'distributed') THEN
             PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
         END IF;
-        EXECUTE format('DROP TABLE %s %s', stream_table.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
-    END IF;
-    PERFORM pgtrickle._keep_ddl_here();
-    -- Its row, view and functions: what a table dropped by hand would leave.
+        EXECUTE format('DROP TABLE %s %s', dropped.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
+        PERFORM pgtrickle._keep_ddl_here();
+    END LOOP;
+    -- Rows and functions: what a table dropped by hand would leave.
     PERFORM pgtrickle._forget_dropped();
     PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;

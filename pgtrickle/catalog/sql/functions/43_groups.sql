@@ -14,13 +14,13 @@ BEGIN
         RAISE EXCEPTION 'refresh group % needs at least two stream tables', pg_catalog.quote_ident(name)
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    PERFORM pgtrickle._group(name, ids);
+    PERFORM pgtrickle._gate('group', pg_catalog.jsonb_build_object('name', name, 'ids', ids));
     PERFORM pgtrickle._wake('group ' || name);
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._group(name text, ids bigint[]) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._group(caller name, name text, ids bigint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     member record;
@@ -32,7 +32,7 @@ BEGIN
             USING ERRCODE = 'duplicate_object', HINT = format('SELECT pgtrickle.drop_refresh_group(%L); first, for other members.', name);
     END IF;
     FOR member IN SELECT * FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = ANY (ids) ORDER BY s.pgt_id FOR NO KEY UPDATE LOOP
-        PERFORM pgtrickle._require_owner(member.pgt_relid, 'group');
+        PERFORM pgtrickle._require_owner(caller, member.pgt_id, 'group');
         IF member.refresh_group IS NOT NULL THEN
             RAISE EXCEPTION 'stream table % is in refresh group % already', member.pgt_relid, quote_ident(member.refresh_group)
                 USING ERRCODE = 'object_in_use',
@@ -44,14 +44,20 @@ END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.drop_refresh_group(name text) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._gate('ungroup', pg_catalog.jsonb_build_object('name', name))
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._ungroup(caller name, name text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    member regclass;
+    member bigint;
     found_one boolean := false;
 BEGIN
-    FOR member IN SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.refresh_group = name LOOP
-        PERFORM pgtrickle._require_owner(member, 'ungroup');
+    FOR member IN SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s WHERE s.refresh_group = name LOOP
+        PERFORM pgtrickle._require_owner(caller, member, 'ungroup');
         found_one := true;
     END LOOP;
     IF NOT found_one THEN

@@ -10,7 +10,7 @@ BEGIN
         RAISE EXCEPTION 'a standby cannot refresh stream tables'
             USING ERRCODE = 'read_only_sql_transaction', HINT = 'Ask on the primary; the result arrives here by replication.';
     END IF;
-    request := pgtrickle._file_request(id, key);
+    request := pgtrickle._gate('request', jsonb_build_object('id', id, 'key', key))::bigint;
     PERFORM pgtrickle._warn_without_service();
     RETURN request;
 END
@@ -29,21 +29,25 @@ AS $$
     SELECT pgtrickle._request(pgtrickle._get(stream_table_name), request_key)
 $$;
 
+-- The requests of the role that looks. It reads with the rights of its owner.
+CREATE OR REPLACE VIEW pgtrickle.pgt_own_requests WITH (security_barrier) AS
+SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, r.status, r.requested_at, r.finished_at,
+       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN r.error WHEN r.error IS NOT NULL THEN pgtrickle._hidden() END AS error
+FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+WHERE r.requested_by = current_user;
+
 -- What became of a request of one's own.
 CREATE OR REPLACE FUNCTION pgtrickle.request_status(request bigint)
 RETURNS TABLE (stream_table text, status text, error text, requested_at timestamptz, finished_at timestamptz)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format('%I.%I', s.pgt_schema, s.pgt_name), r.status, r.error, r.requested_at, r.finished_at
-    FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
-    WHERE r.request_id = request AND r.requested_by = pgtrickle._caller()
+    SELECT r.stream_table, r.status, r.error, r.requested_at, r.finished_at FROM pgtrickle.pgt_own_requests AS r WHERE r.request_id = request
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._request_state(request bigint) RETURNS TABLE (status text, error text)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT r.status, r.error FROM pgtrickle.pgt_requests AS r
-    WHERE r.request_id = request AND r.requested_by = pgtrickle._caller()
+    SELECT r.status, r.error FROM pgtrickle.pgt_own_requests AS r WHERE r.request_id = request
 $$;
 
 -- Returns when a request is done. No SET here: a procedure that commits cannot have it.

@@ -9,26 +9,29 @@ DECLARE
                      FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about), '{}')
         || coalesce(details, '{}');
 BEGIN
-    PERFORM pgtrickle._require_administrator('send events');
     INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit.event, about, told);
     -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at most.
     IF pgtrickle._setting('connection_pooler_mode') <> 'transaction'
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
-        PERFORM pg_notify('pgtrickle_alert', CASE WHEN octet_length(told::text) < 7900 THEN told
-                                                  ELSE told - 'reason' - 'error' END::text);
+        -- Everybody can listen: messages, which may quote data, are not among what is sent. events() shows them to those who may see them.
+        PERFORM pg_notify('pgtrickle_alert', left((told - 'reason' - 'error')::text, 7900));
     END IF;
 END
 $$;
 
+CREATE OR REPLACE VIEW pgtrickle.pgt_visible_events WITH (security_barrier) AS
+SELECT e.at, e.event, e.pgt_id, CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN e.payload ELSE e.payload - 'reason' - 'error' END AS payload
+FROM pgtrickle.pgt_events AS e LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id);
+
 CREATE OR REPLACE FUNCTION pgtrickle.events(since timestamptz DEFAULT now() - interval '1 hour')
 RETURNS TABLE (at timestamptz, channel text, event text, pgt_id bigint, payload jsonb)
-LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT e.at, 'pgtrickle_alert', e.event, e.pgt_id, e.payload FROM pgtrickle.pgt_events AS e WHERE e.at >= since
+    SELECT e.at, 'pgtrickle_alert', e.event, e.pgt_id, e.payload FROM pgtrickle.pgt_visible_events AS e WHERE e.at >= since
     UNION ALL
-    SELECT h.end_time, 'pg_trickle_refresh', CASE h.status WHEN 'COMPLETED' THEN 'refresh_completed' ELSE 'refresh_failed' END,
-           h.pgt_id, pgtrickle._refresh_payload(h)
-    FROM pgtrickle.pgt_refresh_history AS h WHERE h.start_time >= since AND h.end_time IS NOT NULL
+    -- Failures are told on the other channel, once for all that fail in the same way; the history has each of them.
+    SELECT h.end_time, 'pg_trickle_refresh', 'refresh_completed', h.pgt_id, pgtrickle._refresh_payload(h)
+    FROM pgtrickle.pgt_visible_history AS h WHERE h.start_time >= since AND h.status = 'COMPLETED'
     ORDER BY 1
 $$;
 
@@ -45,35 +48,47 @@ AS $$
     ORDER BY e.at DESC LIMIT 1
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._refresh_payload(h pgtrickle.pgt_refresh_history) RETURNS jsonb
+-- What is sent when a refresh has succeeded.
+CREATE OR REPLACE FUNCTION pgtrickle._refresh_payload(h pgtrickle.pgt_visible_history) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT jsonb_strip_nulls(jsonb_build_object(
-        'event', CASE h.status WHEN 'COMPLETED' THEN 'refresh_completed' ELSE 'refresh_failed' END, 'at', h.end_time,
+        'event', 'refresh_completed', 'at', h.end_time,
         'pgt_id', h.pgt_id, 'stream_table', format('%I.%I', h.pgt_schema, h.pgt_name), 'refresh_id', h.refresh_id,
         'action', h.action, 'initiated_by', h.initiated_by, 'rows_inserted', h.rows_inserted, 'rows_deleted', h.rows_deleted,
-        'seconds', round(extract(epoch FROM h.end_time - h.start_time), 6), 'error', left(h.error, 500)))
+        'seconds', round(extract(epoch FROM h.end_time - h.start_time), 6)))
 $$;
 
 -- Nothing new is started in this database until resume(); what runs is finished, and changes go on being captured.
-CREATE OR REPLACE FUNCTION pgtrickle.pause() RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._pause(paused boolean, changed_by name) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
+    IF paused THEN
+        INSERT INTO pgtrickle.pgt_settings (name, value, set_by) VALUES ('paused', 'on', changed_by)
+        ON CONFLICT ON CONSTRAINT pgt_settings_pkey DO NOTHING;
+    ELSE
+        DELETE FROM pgtrickle.pgt_settings WHERE name = 'paused';
+    END IF;
+    PERFORM pgtrickle._wake(CASE WHEN paused THEN 'paused' ELSE 'resumed' END);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle.pause() RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
     PERFORM pgtrickle._require_administrator('pause refreshes');
-    INSERT INTO pgtrickle.pgt_settings (name, value, set_by) VALUES ('paused', 'on', pgtrickle._caller())
-    ON CONFLICT ON CONSTRAINT pgt_settings_pkey DO NOTHING;
-    PERFORM pgtrickle._wake('paused');
+    PERFORM pgtrickle._pause(true, current_user);
 END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.resume() RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('resume refreshes');
-    DELETE FROM pgtrickle.pgt_settings WHERE name = 'paused';
-    PERFORM pgtrickle._wake('resumed');
+    PERFORM pgtrickle._pause(false, current_user);
 END
 $$;
 
@@ -119,11 +134,11 @@ AS $$
     SELECT pgtrickle.alter_stream_table(name, status => 'ACTIVE')
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._reset_fuse(id bigint, action text) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._reset_fuse(caller name, id bigint, action text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner((SELECT pgt_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), 'reset the fuse of');
+    PERFORM pgtrickle._require_owner(caller, id, 'reset the fuse of');
     IF action = 'skip_changes' THEN
         RAISE EXCEPTION 'changes cannot be skipped: the stream table would no longer be what its query says'
             USING ERRCODE = 'feature_not_supported', HINT = 'Undo the changes in the source and apply, or reinitialize.';
@@ -132,7 +147,8 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It is apply or reinitialize.';
     END IF;
     UPDATE pgtrickle.pgt_stream_tables
-    SET fuse_blown_at = NULL, fuse_passes = true, status = 'ACTIVE', status_reason = NULL, next_due = '-infinity',
+    SET fuse_blown_at = NULL, fuse_passes = true, alerted = NULL, consecutive_errors = 0, counted_errors = 0, status = 'ACTIVE', status_reason = NULL,
+        last_error = NULL, next_due = '-infinity',
         reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset by starting over' ELSE reinit_reason END
     WHERE pgt_id = id AND fuse_blown_at IS NOT NULL;
     IF NOT FOUND THEN
@@ -146,7 +162,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.reset_fuse(name text, action text DEFAULT 'apply') RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._reset_fuse(pgtrickle._get(name), action)
+    SELECT pgtrickle._gate('reset_fuse', pg_catalog.jsonb_build_object('id', pgtrickle._get(name), 'action', action))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.fuse_status()
@@ -155,7 +171,7 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT s.pgt_schema, s.pgt_name, coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint), s.fuse_blown_at,
            CASE WHEN s.fuse_blown_at IS NOT NULL THEN s.status_reason END
-    FROM pgtrickle.pgt_stream_tables AS s ORDER BY 1, 2
+    FROM pgtrickle.pgt_visible_stream_tables AS s ORDER BY 1, 2
 $$;
 
 -- Whether a stream table has not seen a change that was committed before this statement.
@@ -169,7 +185,6 @@ AS $$
           AND a.xid IS DISTINCT FROM (s.frontier ->> 'passed')::bigint)
     FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._pending(bigint) FROM PUBLIC;
 
 -- A stream table and those behind it, sources first.
 CREATE OR REPLACE FUNCTION pgtrickle._upstream(id bigint) RETURNS TABLE (pgt_id bigint, depth integer)
@@ -178,30 +193,32 @@ AS $$
     WITH RECURSIVE up (pgt_id, depth) AS (
         SELECT id, 0
         UNION
-        SELECT u.pgt_id, up.depth + 1 FROM up
+        SELECT u.pgt_id, up.depth + 1 FROM up -- the catalog refuses cycles; one that is there all the same ends
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = up.pgt_id
         JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
+        WHERE up.depth < 1000
     )
     SELECT up.pgt_id, max(up.depth) FROM up GROUP BY 1 ORDER BY 2 DESC, 1
 $$;
 
 -- Asks for a refresh of a stream table behind one that the caller may read, if it has not seen everything; else NULL.
-CREATE OR REPLACE FUNCTION pgtrickle._ask_for_changes(reader bigint, id bigint) RETURNS bigint
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+CREATE OR REPLACE FUNCTION pgtrickle._ask_for_changes(caller name, reader bigint, id bigint) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     request bigint;
 BEGIN
-    IF NOT has_table_privilege(pgtrickle._caller(), (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader), 'SELECT')
+    IF NOT has_table_privilege(caller, (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader), 'SELECT')
        OR id NOT IN (SELECT u.pgt_id FROM pgtrickle._upstream(reader) AS u) THEN
-        RAISE EXCEPTION 'role % may not read stream table %', quote_ident(pgtrickle._caller()),
+        RAISE EXCEPTION 'role % may not read stream table %', quote_ident(caller),
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader)
             USING ERRCODE = 'insufficient_privilege', HINT = 'Whoever may SELECT from it may wait for it: ask its owner for GRANT SELECT.';
     END IF;
     IF NOT pgtrickle._pending(id) THEN
         RETURN NULL;
     END IF;
-    INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, pgtrickle._caller()) RETURNING request_id INTO request;
+    PERFORM pgtrickle._require_room(caller);
+    INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, caller) RETURNING request_id INTO request;
     PERFORM pgtrickle._wake(format('request %s', request));
     RETURN request;
 END
@@ -220,7 +237,7 @@ DECLARE
 BEGIN
     FOREACH id IN ARRAY behind LOOP
         COMMIT;
-        request := pgtrickle._ask_for_changes(reader, id);
+        request := pgtrickle._gate('ask_for_changes', pg_catalog.jsonb_build_object('reader', reader, 'id', id))::bigint;
         IF request IS NOT NULL THEN
             PERFORM pgtrickle._warn_without_service();
             COMMIT;

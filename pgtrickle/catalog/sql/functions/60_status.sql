@@ -11,7 +11,7 @@ AS $$
            coalesce(s.status_reason, pgtrickle._ownership_problem(s.pgt_id)),
            s.refresh_mode, s.effective_mode, s.mode_reason, s.schedule, make_interval(secs => f.staleness), s.data_timestamp,
            s.reinit_reason, s.consecutive_errors, s.last_error, h.end_time, h.action, h.status
-    FROM pgtrickle.pgt_stream_tables AS s
+    FROM pgtrickle.pgt_visible_stream_tables AS s
     LEFT JOIN pgtrickle._freshness() AS f USING (pgt_id)
     LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
     LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -26,7 +26,9 @@ CREATE OR REPLACE FUNCTION pgtrickle.get_refresh_history(name text, max_rows int
 RETURNS SETOF pgtrickle.pgt_refresh_history
 LANGUAGE sql STABLE
 AS $$
-    SELECT h.* FROM pgtrickle.pgt_refresh_history AS h
+    SELECT h.refresh_id, h.pgt_id, h.pgt_schema, h.pgt_name, h.start_time, h.end_time, h.status, h.action, h.initiated_by, h.reason, h.rows_in,
+           h.rows_inserted, h.rows_updated, h.rows_deleted, h.phases, h.error, h.sqlstate, h.frontier, h.kind
+    FROM pgtrickle.pgt_visible_history AS h
     WHERE h.pgt_id = pgtrickle._get(name) ORDER BY h.refresh_id DESC LIMIT max_rows
 $$;
 
@@ -41,21 +43,21 @@ RETURNS TABLE (configured_mode text, effective_mode text, reason text)
 LANGUAGE sql STABLE
 AS $$
     SELECT s.refresh_mode, s.effective_mode, s.mode_reason
-    FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = pgtrickle._get(name)
+    FROM pgtrickle.pgt_visible_stream_tables AS s WHERE s.pgt_id = pgtrickle._get(name)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._definition(id bigint) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format(E'SET search_path = %s;\nSELECT pgtrickle.create_stream_table(\n    name => %L,\n    query => %L,\n'
+    SELECT format(E'SELECT pg_catalog.set_config(''search_path'', %L, false);\nSELECT pgtrickle.create_stream_table(\n    name => %L,\n    query => %L,\n'
                   '    schedule => %L,\n    refresh_mode => %L,\n    pooler_compatibility_mode => %L%s%s);',
                   s.session_settings ->> 'search_path', format('%I.%I', n.nspname, c.relname), s.defining_query,
                   s.schedule, s.refresh_mode, s.pooler_compatibility_mode,
                   format(E',\n    placement => %L', s.placement), format(E',\n    key_columns => %L', s.key_columns))
-    FROM pgtrickle.pgt_stream_tables AS s
+    FROM pgtrickle.pgt_visible_stream_tables AS s
     JOIN pg_class AS c ON c.oid = s.pgt_relid
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
-    WHERE s.pgt_id = id
+    WHERE s.pgt_id = id AND s.defining_query IS NOT NULL
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.export_definition(name text) RETURNS text

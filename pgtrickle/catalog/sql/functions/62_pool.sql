@@ -36,7 +36,7 @@ AS $$
 $$;
 
 -- What a service that is gone left unfinished has failed: somebody else does the work, in a job of its own.
-CREATE OR REPLACE FUNCTION pgtrickle.parallel_job_status(max_age_seconds integer DEFAULT 300)
+CREATE OR REPLACE FUNCTION pgtrickle._job_status(max_age_seconds integer)
 RETURNS TABLE (job_id bigint, kind text, stream_tables text, status text, enqueued_at timestamptz, started_at timestamptz,
                finished_at timestamptz, duration_ms double precision, worker text, worker_pid integer, error text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -46,7 +46,7 @@ AS $$
             FROM unnest(j.pgt_ids) WITH ORDINALITY AS i (id, position) LEFT JOIN pgtrickle._named() AS n ON n.pgt_id = i.id),
            CASE WHEN l.lost THEN 'FAILED' ELSE j.status END, j.enqueued_at, j.started_at, e.finished_at,
            pgtrickle._milliseconds(coalesce(e.finished_at, clock_timestamp()) - j.started_at), j.worker, j.worker_pid,
-           CASE WHEN l.lost THEN 'its service is gone' ELSE j.error END
+           CASE WHEN l.lost THEN 'its service is gone' WHEN j.error IS NOT NULL THEN pgtrickle._hidden() END
     FROM pgtrickle.pgt_jobs AS j
     LEFT JOIN pgtrickle.pgt_services AS h USING (service_id)
     CROSS JOIN LATERAL (SELECT j.status IN ('QUEUED', 'RUNNING') AND (h.lease_expires > clock_timestamp()) IS NOT TRUE AS lost) AS l
@@ -54,6 +54,24 @@ AS $$
                                     WHEN j.status IN ('SUCCEEDED', 'FAILED') THEN coalesce(j.finished_at, j.started_at, j.enqueued_at)
                                     END AS finished_at) AS e
     WHERE e.finished_at IS NULL OR e.finished_at > clock_timestamp() - make_interval(secs => max_age_seconds)
+$$;
+
+-- The views that show messages only to those who may see them: of jobs, and of what the service sent.
+CREATE OR REPLACE VIEW pgtrickle.pgt_visible_jobs WITH (security_barrier) AS
+SELECT j.job_id, j.error FROM pgtrickle.pgt_jobs AS j
+WHERE pgtrickle._is_administrator()
+   -- Of all its stream tables: nobody else may see the message of one that is gone.
+   OR (SELECT bool_and(coalesce(pgtrickle._may_see(s.pgt_relid), false))
+       FROM unnest(j.pgt_ids) AS i (pgt_id) LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id));
+
+CREATE OR REPLACE FUNCTION pgtrickle.parallel_job_status(max_age_seconds integer DEFAULT 300)
+RETURNS TABLE (job_id bigint, kind text, stream_tables text, status text, enqueued_at timestamptz, started_at timestamptz,
+               finished_at timestamptz, duration_ms double precision, worker text, worker_pid integer, error text)
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT j.job_id, j.kind, j.stream_tables, j.status, j.enqueued_at, j.started_at, j.finished_at, j.duration_ms, j.worker, j.worker_pid,
+           CASE j.error WHEN pgtrickle._hidden() THEN coalesce(v.error, j.error) ELSE j.error END
+    FROM pgtrickle._job_status(max_age_seconds) AS j LEFT JOIN pgtrickle.pgt_visible_jobs AS v USING (job_id)
     ORDER BY j.job_id DESC
 $$;
 
@@ -81,4 +99,3 @@ UNION ALL
 SELECT pg_catalog.current_database()::text, 'other', h.pid, pg_catalog.format('%s on %s', h.kind, h.host), h.started_at,
        CASE WHEN h.lease_expires > pg_catalog.clock_timestamp() THEN 'live' ELSE 'gone' END, h.service_id::text
 FROM pgtrickle.pgt_services AS h;
-GRANT SELECT ON pgtrickle.server_worker_inventory TO PUBLIC;

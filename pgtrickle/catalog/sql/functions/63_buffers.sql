@@ -26,7 +26,6 @@ BEGIN
     END;
 END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._measure_buffer(regclass, bigint) FROM PUBLIC;
 
 -- The buffers of at least that size.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_sizes(at_least bigint)

@@ -7,7 +7,8 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT h.start_time, format('%I.%I', h.pgt_schema, h.pgt_name), h.action, h.status,
            pgtrickle._milliseconds(h.end_time - h.start_time), h.rows_inserted, h.rows_deleted, h.initiated_by, h.error
-    FROM pgtrickle.pgt_refresh_history AS h ORDER BY h.start_time DESC, h.refresh_id DESC LIMIT max_rows
+    FROM (SELECT r.refresh_id FROM pgtrickle.pgt_refresh_history AS r ORDER BY r.start_time DESC, r.refresh_id DESC LIMIT max_rows) AS last
+    JOIN pgtrickle.pgt_visible_history AS h USING (refresh_id) ORDER BY h.start_time DESC, h.refresh_id DESC
 $$;
 
 -- Durations are those of refreshes that were completed.
@@ -39,53 +40,41 @@ AS $$
     ORDER BY 1, 2
 $$;
 
--- What sort of error it was: by its SQLSTATE, and where that tells nothing (an error of ours or of Spark's) by its words.
-CREATE OR REPLACE FUNCTION pgtrickle._error_kind(sqlstate text, error text) RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT CASE
-        WHEN sqlstate IN ('55P03', '40P01') THEN 'lock'
-        WHEN sqlstate ~ '^40' THEN 'serialization'
-        WHEN sqlstate ~ '^(08|57P)' OR sqlstate IN ('53300', '25006') THEN 'connection'
-        WHEN sqlstate IN ('53100', '58030') THEN 'disk'
-        WHEN sqlstate ~ '^28' OR sqlstate = '42501' THEN 'privilege'
-        WHEN sqlstate ~ '^(21|22|23)' THEN 'data'
-        WHEN sqlstate ~ '^(0A|2B|3D|3F|42)' THEN 'definition'
-        WHEN sqlstate IS NOT NULL THEN 'other'
-        WHEN error ~* 'no space left|disk full' THEN 'disk'
-        WHEN error ~* 'permission denied|may not|privilege' THEN 'privilege'
-        WHEN error ~* 'connection|server closed|could not connect|terminating' THEN 'connection'
-        WHEN error ~* 'another process|took (it )?over|serializ' THEN 'serialization'
-        WHEN error ~* '\mlock(ed|s)?\M|deadlock' THEN 'lock'
-        WHEN error ~* 'does not exist|dropped|was altered|other columns' THEN 'definition'
-        WHEN error ~* 'overflow|out of range|division by zero|invalid input|duplicate key|divide_by_zero|arithmetic' THEN 'data'
-        ELSE 'other' END
-$$;
-
-CREATE OR REPLACE FUNCTION pgtrickle._error_remedy(kind text, name text) RETURNS text
+-- What helps against a failure of a kind: see pgtrickle/engine/failures.py. Only what is suspended has to be resumed.
+CREATE OR REPLACE FUNCTION pgtrickle._error_remedy(kind text, name text, suspended boolean) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE kind
-        WHEN 'lock' THEN 'It is tried again by itself. If it goes on, end the transaction that holds the lock (pg_locks shows it).'
-        WHEN 'connection' THEN 'It is tried again by itself. If it goes on, see that the server is up, takes connections and is the primary.'
-        WHEN 'serialization' THEN 'It is tried again by itself. If it goes on, see who else refreshes or writes the stream table.'
-        WHEN 'definition' THEN format('Something that the query names has changed. Give it a query that works:'
-                                      ' SELECT pgtrickle.alter_stream_table(%L, query => ...);', name)
-        ELSE format('%s Then SELECT pgtrickle.resume_stream_table(%L);',
-                    CASE kind WHEN 'privilege' THEN 'Give the right to the owner of the stream table.'
-                              WHEN 'data' THEN 'A value in a source does not suit the query: correct it, or the query.'
-                              WHEN 'disk' THEN 'Make room on the disk of the server, or of Spark.'
-                              ELSE 'The log of the service tells more. Remove the cause.' END, name) END
+               WHEN 'lock' THEN 'If it goes on, end the transaction that holds the lock (pg_locks shows it).'
+               WHEN 'connection' THEN 'If it goes on, see that the server is up, takes connections and is the primary.'
+               WHEN 'serialization' THEN 'If it goes on, see who else refreshes or writes the stream table.'
+               WHEN 'source' THEN 'If it goes on, do what the message says.'
+               WHEN 'disk' THEN 'Make room on the disk of the server, or of Spark.'
+               WHEN 'memory' THEN 'The server has too little memory: see its log; lower work_mem or max_connections, or give it more.'
+               WHEN 'limit' THEN 'The refresh needs more than a limit allows: raise it (temp_file_limit for the login of the service,'
+                                 ' PGTRICKLE_SPARK_MEMORY for Spark), or make the query smaller.'
+               WHEN 'canceled' THEN 'It took longer than a timeout allows, or somebody canceled it. See that the sources have the indexes that the query needs.'
+               WHEN 'privilege' THEN 'Give the right to the owner of the stream table, or to the login of the service if the message names that.'
+               WHEN 'data' THEN 'A value in a source does not suit the query: correct it, or the query.'
+               WHEN 'definition' THEN format('Something that the query names has changed. Change it back, or give it a query that works:'
+                                             ' SELECT pgtrickle.alter_stream_table(%L, query => ...);', name)
+               WHEN 'function' THEN 'A function or trigger raised it: correct that, or the rows that it refuses.'
+               WHEN 'fuse' THEN format('See whether the changes are meant; then SELECT pgtrickle.reset_fuse(%L);', name)
+               ELSE 'The log of the service tells more. Remove the cause.' END
+        || CASE WHEN kind = 'fuse' THEN ''
+                WHEN suspended THEN format(' Then SELECT pgtrickle.resume_stream_table(%L);', name)
+                ELSE ' A service tries again by itself, after pauses that grow; manual_refresh() makes it try at once.' END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.diagnose_errors(name text)
 RETURNS TABLE (start_time timestamptz, error text, sqlstate text, kind text, remedy text)
 LANGUAGE sql STABLE
 AS $$
-    SELECT h.start_time, h.error, h.sqlstate, k.kind, pgtrickle._error_remedy(k.kind, n.full_name)
+    SELECT h.start_time, h.error, h.sqlstate, k.kind, pgtrickle._error_remedy(k.kind, n.full_name, s.status = 'SUSPENDED')
     FROM pgtrickle._named() AS n
-    JOIN pgtrickle.pgt_refresh_history AS h ON h.pgt_id = n.pgt_id
-    CROSS JOIN LATERAL pgtrickle._error_kind(h.sqlstate, h.error) AS k (kind)
+    JOIN pgtrickle.pgt_visible_stream_tables AS s ON s.pgt_id = n.pgt_id
+    JOIN pgtrickle.pgt_visible_history AS h ON h.pgt_id = n.pgt_id
+    CROSS JOIN LATERAL (SELECT coalesce(h.kind, 'other')) AS k (kind) -- earlier versions did not write it down
     WHERE n.pgt_id = pgtrickle._get(name) AND h.status = 'FAILED'
     ORDER BY h.refresh_id DESC LIMIT 5
 $$;
@@ -96,8 +85,7 @@ SELECT s.pgt_id, n.pgt_schema, n.pgt_name, s.status, s.refresh_mode,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        s.schedule, s.data_timestamp, f.staleness AS staleness_seconds, r.refreshes, r.failures, r.avg_ms,
        pg_catalog.round(s.last_seconds::numeric * 1000, 3)::double precision AS last_ms, s.consecutive_errors, s.last_error
-FROM pgtrickle.pgt_stream_tables AS s
+FROM pgtrickle.pgt_visible_stream_tables AS s
 JOIN pgtrickle._named() AS n USING (pgt_id)
 JOIN pgtrickle._freshness() AS f USING (pgt_id)
 CROSS JOIN LATERAL pgtrickle._refresh_stats(s.pgt_id) AS r;
-GRANT SELECT ON pgtrickle.pg_stat_stream_tables TO PUBLIC;

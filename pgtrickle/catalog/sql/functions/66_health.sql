@@ -10,9 +10,9 @@ AS $$
            fresh.late, fresh.worst, service.scheduler_status, service.services, service.cache_hit_rate, service.pending_requests
     FROM (SELECT count(*)::integer AS total,
                  count(*) FILTER (WHERE s.status = 'ACTIVE')::integer AS active,
-                 count(*) FILTER (WHERE s.consecutive_errors > 0 AND s.status <> 'SUSPENDED')::integer AS failing,
+                 count(*) FILTER (WHERE s.status = 'ERROR')::integer AS failing,
                  count(*) FILTER (WHERE s.status = 'SUSPENDED')::integer AS suspended
-          FROM pgtrickle.pgt_stream_tables AS s) AS counted
+          FROM pgtrickle.pgt_visible_stream_tables AS s) AS counted
     CROSS JOIN (SELECT count(*) FILTER (WHERE l.late)::integer AS late, max(l.staleness) AS worst FROM pgtrickle._lateness() AS l) AS fresh
     CROSS JOIN pgtrickle._service_state() AS service
 $$;
@@ -124,7 +124,7 @@ AS $$
     WITH service AS MATERIALIZED (
         SELECT * FROM pgtrickle._service_state()
     ), stream_tables AS MATERIALIZED (
-        SELECT s.*, n.full_name FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
+        SELECT s.*, n.full_name FROM pgtrickle.pgt_visible_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
     ), alert AS MATERIALIZED (
         SELECT pgtrickle._used_setting('buffer_alert_threshold')::bigint AS threshold
     ), refusal AS MATERIALIZED (
@@ -153,9 +153,11 @@ AS $$
                 ELSE format('Remove the cause; then SELECT pgtrickle.resume_stream_table(%L);', s.full_name) END
     FROM stream_tables AS s WHERE s.status = 'SUSPENDED' AND s.fuse_blown_at IS NULL
     UNION ALL
-    SELECT 'failing', 'WARN', format('%s: %s in a row, the last: %s', s.full_name, s.consecutive_errors, coalesce(s.last_error, s.status_reason, 'unknown')),
+    SELECT 'failing', 'WARN', format('%s: %s: %s', s.full_name,
+               CASE WHEN s.consecutive_errors > 0 THEN s.consecutive_errors || ' in a row, the last' ELSE 'its last refresh failed' END,
+               coalesce(s.last_error, s.status_reason, 'unknown')),
            format('SELECT * FROM pgtrickle.diagnose_errors(%L);', s.full_name)
-    FROM stream_tables AS s WHERE s.status <> 'SUSPENDED' AND (s.consecutive_errors > 0 OR s.status = 'ERROR')
+    FROM stream_tables AS s WHERE s.status = 'ERROR'
     UNION ALL
     SELECT 'stale', 'WARN', format('%s: for %s s, allowed are %s s', s.full_name, round(l.waited::numeric, 1), round(l.allowed::numeric, 1)),
            'See the other checks, worker_pool_status() and parallel_job_status(): more workers, or a longer schedule.'

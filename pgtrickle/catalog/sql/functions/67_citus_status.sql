@@ -64,11 +64,9 @@ $$;
 
 CREATE OR REPLACE VIEW pgtrickle.citus_status AS SELECT * FROM pgtrickle._citus_status();
 COMMENT ON VIEW pgtrickle.citus_status IS 'Nodes of the Citus cluster and what is captured there. Empty in a database without Citus.';
-GRANT SELECT ON pgtrickle.citus_status TO PUBLIC;
 
 -- Locks are rows with a lease: they hold for the whole cluster, and end with the process that has them.
 CREATE OR REPLACE VIEW pgtrickle.st_locks AS
     SELECT s.pgt_id, h.pid AS locked_by, h.host AS locked_on, h.lease_expires AS held_until, h.lease_expires < clock_timestamp() AS stale
     FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle.pgt_services AS h ON h.service_id = s.claimed_by;
 COMMENT ON VIEW pgtrickle.st_locks IS 'Stream tables that a process is refreshing, or was when it died.';
-GRANT SELECT ON pgtrickle.st_locks TO PUBLIC;

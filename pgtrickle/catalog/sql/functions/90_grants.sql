@@ -1,28 +1,129 @@
--- Rights: everybody may look at the catalog and call the functions; only the service role writes.
+-- Rights. Status is everybody's to read; what everybody may call is listed here, and nothing else can be called (tests/security compares the list with
+-- the catalog).
 
 GRANT USAGE ON SCHEMA pgtrickle TO PUBLIC;
--- Needed to name the capture function in CREATE TRIGGER; nothing in there is granted to PUBLIC.
+-- Needed to name the capture function in CREATE TRIGGER; nothing in there is granted to PUBLIC, but for the functions of row triggers.
 GRANT USAGE ON SCHEMA pgtrickle_changes TO PUBLIC;
--- A stream table's view and functions belong to its owner, who therefore creates them.
-GRANT USAGE, CREATE ON SCHEMA pgtrickle_views TO PUBLIC;
-GRANT SELECT ON pgtrickle.pgt_stream_tables, pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking,
-    pgtrickle.pgt_refresh_history, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables,
-    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers, pgtrickle.pgt_foreign_functions TO PUBLIC;
+-- A stream table's view and functions belong to its owner, who therefore creates them: see _open_views().
+REVOKE CREATE ON SCHEMA pgtrickle, pgtrickle_changes, pgtrickle_views FROM PUBLIC;
+GRANT USAGE ON SCHEMA pgtrickle_views TO PUBLIC;
+GRANT CREATE ON SCHEMA pgtrickle_views TO pg_database_owner;
+
+REVOKE ALL ON ALL TABLES IN SCHEMA pgtrickle FROM PUBLIC;
+GRANT SELECT ON pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables,
+    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers, pgtrickle.pgt_foreign_functions, pgtrickle.pgt_identity,
+    pgtrickle.pgt_visible_stream_tables, pgtrickle.pgt_visible_history, pgtrickle.pgt_visible_jobs, pgtrickle.pgt_visible_events,
+    pgtrickle.pgt_usable_databases, pgtrickle.pgt_own_requests, pgtrickle.pg_stat_stream_tables, pgtrickle.server_worker_inventory,
+    pgtrickle.citus_status, pgtrickle.st_locks TO PUBLIC;
+-- All but messages and queries.
+GRANT SELECT (pgt_id, pgt_schema, pgt_name, pgt_relid, view_relid, schedule, refresh_mode, effective_mode, status, key_columns, frontier,
+    data_timestamp, st_placement, placement, pooler_compatibility_mode, session_settings, consecutive_errors, created_at, updated_at,
+    data_version, fencing_token, apply_xid, claimed_by, every, next_due, stretch, polled, tier, last_change_at, last_seconds, full_seconds,
+    row_seconds, fuse_ceiling, fuse_blown_at, fuse_passes, refresh_group, own_seconds, lost_members, output_distribution_column,
+    through_coordinator, counted_errors, error_kind, failed_at, alerted) ON pgtrickle.pgt_stream_tables TO PUBLIC;
+GRANT SELECT (refresh_id, pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, rows_in, rows_inserted, rows_updated,
+    rows_deleted, phases, sqlstate, frontier, kind) ON pgtrickle.pgt_refresh_history TO PUBLIC;
+GRANT SELECT, UPDATE (action, arguments) ON pgtrickle.gate TO PUBLIC;
+
+-- What everybody may call: what has no underscore before its name, and what that calls with its caller's rights. The SECURITY DEFINER functions among
+-- them read no more than status, or tidy up what nobody uses.
+CREATE OR REPLACE FUNCTION pgtrickle._callable_by_everybody() RETURNS SETOF name
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT unnest(ARRAY[
+        -- Identity
+        '_gate', '_acts_for', '_is_administrator', '_may_see', '_require_administrator', '_hidden',
+        -- Settings and status, with their owner's rights
+        '_setting', '_setting_sources', '_used_setting', '_service_role', '_freshness', '_lateness', '_service_state', '_job_status',
+        '_buffer_sizes', '_node_report', '_followed_nodes', '_not_served', '_capture_signature', '_shard_capture', '_is_spread', '_is_stand_in',
+        '_is_set', '_is_registered', '_members_of', '_registered_databases', '_databases_behind', '_pieces', '_unread_node',
+        '_warn_without_service',
+        -- Tidying up, with their owner's rights
+        '_forget_dropped', '_untrack_unused', '_resume_stopped',
+        -- Trigger functions, which can only be attached
+        '_guard', '_refuse_stand_in',
+        -- Everything else acts with the rights of its caller
+        '_alter', '_attach', '_attach_here', '_attach_shards', '_attach_sources', '_attach_triggers', '_await', '_base_type', '_behind',
+        '_buffer_type', '_can_capture', '_capture_kind', '_capture_problems', '_captured_here', '_changes_of', '_check_options', '_check_polled',
+        '_check_query', '_check_trigger_rights', '_check_use', '_choose_placement', '_citus_group', '_citus_nodes', '_citus_placement', '_citus_status',
+        '_column_names', '_columns_renamed', '_create', '_create_capture_trigger', '_create_shard_trigger', '_create_storage',
+        '_default_collation', '_definition', '_descends', '_describe_functions', '_describe_table', '_distribution_column', '_drop', '_dsn_of',
+        '_duration', '_end_ddl', '_error_remedy', '_find', '_find_key', '_fit_nodes', '_fit_shards', '_foreign_names', '_former_row_id', '_function_conflicts',
+        '_functions_used', '_get', '_has_citus', '_has_left', '_has_our_rights', '_held_back', '_hidden_sources', '_inert_body', '_is_citus_source',
+        '_is_distributed', '_is_read_through_coordinator', '_keep_ddl_here', '_key_of', '_known_settings', '_labels', '_like', '_local_text',
+        '_lock_holders', '_lock_source', '_milliseconds', '_named', '_node', '_node_name', '_normal_value', '_not_spreadable',
+        '_own_functions', '_owner_function', '_owner_functions', '_owner_functions_ddl', '_are_owner_functions_current', '_are_owner_functions_earlier', '_make_owner_functions', '_ownership_problem', '_parse_name', '_place',
+        '_points_to', '_privilege_problem', '_problems', '_refresh_payload', '_refresh_stats', '_replace', '_replace_query', '_request',
+        '_request_state', '_retrack', '_row_id', '_row_security_applies', '_rows_here', '_rules', '_runs_own_code', '_same_table', '_send_ddl',
+        '_session_settings', '_setting_remedy', '_shape', '_shard_capture_body', '_shard_definition', '_shards_here', '_shards_told_by',
+        '_signal_dag_rebuild', '_sources', '_stable_name', '_staleness', '_stored_columns', '_stranger', '_stranger_in_type', '_table_key', '_tier', '_time_dependent', '_tree', '_tree_state', '_types_in',
+        '_untrusted_cast', '_upstream', '_visible_text', '_wake', '_warn_of_time', '_with_readers', '_write_view', '_written_as']::name[])
+$$;
+
+-- What the service calls besides, and administrators.
+CREATE OR REPLACE FUNCTION pgtrickle._callable_by_administrators() RETURNS SETOF name
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT unnest(ARRAY[
+        '_administer', '_set', '_pause', '_stop_capture', '_settle_schedules', '_emit', '_purge', '_drop_foreign_changes', '_pending',
+        '_check_commit', '_make_state', '_grant_state', '_renew_owner_functions', '_end_renewal',
+        '_register_database', '_remove_database', '_register_set', '_remove_set', '_note_set', '_register_node',
+        '_forget_nodes', '_unused_nodes', '_unsettled_tables', '_note_placements', '_follow_placements', '_groups_issued', '_placed_upto',
+        '_consumed', '_look', '_incarnation', '_prove', '_keep_consumers', '_settle_copy', '_subscribe', '_use_problems', '_elect_broker', '_register_interest']::name[])
+$$;
+
+DO $$
+DECLARE
+    found record;
+BEGIN
+    -- Default privileges of the role that installs may have given rights to others.
+    FOR found IN SELECT DISTINCT n.nspname, a.grantee::regrole AS role
+                 FROM (SELECT c.relnamespace, a.grantee FROM pg_class AS c CROSS JOIN LATERAL aclexplode(c.relacl) AS a WHERE a.grantee NOT IN (0, c.relowner)
+                       UNION ALL
+                       SELECT p.pronamespace, a.grantee FROM pg_proc AS p CROSS JOIN LATERAL aclexplode(p.proacl) AS a WHERE a.grantee NOT IN (0, p.proowner)
+                      ) AS a (namespace, grantee)
+                 JOIN pg_namespace AS n ON n.oid = a.namespace AND n.nspname IN ('pgtrickle', 'pgtrickle_changes')
+                 JOIN pg_roles AS r ON r.oid = a.grantee AND r.rolname <> 'pg_database_owner'
+                 WHERE r.rolname IS DISTINCT FROM pgtrickle._service_role() LOOP
+        EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA %I FROM %s', found.nspname, found.role);
+        EXECUTE format('REVOKE ALL ON ALL SEQUENCES IN SCHEMA %I FROM %s', found.nspname, found.role);
+        IF found.nspname = 'pgtrickle' THEN -- capture functions are for whoever may attach them
+            EXECUTE format('REVOKE ALL ON ALL ROUTINES IN SCHEMA pgtrickle FROM %s', found.role);
+        END IF;
+    END LOOP;
+    FOR found IN SELECT p.oid::regprocedure AS function, p.proname AS name FROM pg_proc AS p WHERE p.pronamespace = 'pgtrickle'::regnamespace LOOP
+        EXECUTE format('REVOKE ALL ON ROUTINE %s FROM PUBLIC', found.function);
+        IF found.name NOT LIKE '\_%' OR found.name IN (SELECT pgtrickle._callable_by_everybody()) THEN
+            EXECUTE format('GRANT EXECUTE ON ROUTINE %s TO PUBLIC', found.function);
+        ELSIF found.name IN (SELECT pgtrickle._callable_by_administrators()) THEN
+            EXECUTE format('GRANT EXECUTE ON ROUTINE %s TO pg_database_owner', found.function);
+        END IF;
+    END LOOP;
+END
+$$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._grant_to_service(service name) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     former name := pgtrickle._service_role();
+    found regprocedure;
 BEGIN
     IF former IS NOT NULL AND former <> service AND former <> current_user AND to_regrole(quote_ident(former)) IS NOT NULL THEN
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA pgtrickle, pgtrickle_changes FROM %I', former);
+        EXECUTE format('REVOKE ALL ON ALL ROUTINES IN SCHEMA pgtrickle FROM %I', former);
+        EXECUTE format('REVOKE CREATE ON SCHEMA pgtrickle_views FROM %I', former);
     END IF;
     IF service <> current_user THEN -- the owner has all rights, and must keep them
         EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA pgtrickle TO %I', service);
         EXECUTE format('REVOKE INSERT, UPDATE, DELETE ON pgtrickle.pgt_schema_version FROM %I', service);
         EXECUTE format('GRANT SELECT, DELETE ON ALL TABLES IN SCHEMA pgtrickle_changes TO %I', service);
-        EXECUTE format('GRANT EXECUTE ON FUNCTION pgtrickle._settle_schedules() TO %I', service);
+        EXECUTE format('GRANT UPDATE (waiting_since) ON pgtrickle_changes.pgt_activity TO %I', service);
+        EXECUTE format('GRANT CREATE ON SCHEMA pgtrickle_views TO %I', service);
+        FOR found IN SELECT p.oid FROM pg_proc AS p WHERE p.pronamespace = 'pgtrickle'::regnamespace
+                     AND p.proname IN (SELECT pgtrickle._callable_by_administrators()) LOOP
+            EXECUTE format('GRANT EXECUTE ON ROUTINE %s TO %I', found, service);
+        END LOOP;
     END IF;
     INSERT INTO pgtrickle.pgt_settings AS p (name, value) VALUES ('service_role', service)
     ON CONFLICT (name) DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by

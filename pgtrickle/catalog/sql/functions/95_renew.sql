@@ -2,29 +2,46 @@
 -- that its buffer was made for: the others leave markers until _retrack() fits the buffer, and go on doing so. A column
 -- that is altered at this moment is noticed as always, when the function runs.
 CREATE OR REPLACE FUNCTION pgtrickle._renew_capture() RETURNS void
-LANGUAGE sql SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT pgtrickle._write_capture_function(
-        t.source_stable_name,
-        CASE t.capture_kind WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_definition(t.source_relid, pgtrickle._shard_capture(t.source_relid)))
-                            ELSE pgtrickle._capture_body(t.source_relid, t.source_stable_name, t.tracked_columns, t.capture_kind) END,
-        t.capture_kind)
-    FROM pgtrickle.pgt_change_tracking AS t
-    JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
-    JOIN pg_class AS c ON c.oid = t.source_relid
-    WHERE p.prosrc <> pgtrickle._inert_body()
-      -- On other nodes than the coordinator columns have other numbers: it has them renewed there.
-      AND (t.capture_kind <> 'shards' OR pgtrickle._citus_group() = 0)
-      AND t.tracked_columns = pgtrickle._stored_columns(t.source_relid, t.tracked_columns)
-      AND NOT EXISTS (
-          SELECT FROM unnest(t.tracked_columns) AS number
-          JOIN pg_attribute AS b ON b.attrelid = t.buffer_relid AND b.attname = 'c' || number AND NOT b.attisdropped
-          WHERE pgtrickle._buffer_type(t.buffer_relid, b.attnum) <> pgtrickle._buffer_type(t.source_relid, number))
+DECLARE
+    tracking record;
+BEGIN
+    FOR tracking IN
+        SELECT t.* FROM pgtrickle.pgt_change_tracking AS t
+        JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+        JOIN pg_class AS c ON c.oid = t.source_relid
+        WHERE p.prosrc <> pgtrickle._inert_body()
+          -- On other nodes than the coordinator columns have other numbers: it has them renewed there.
+          AND (t.capture_kind <> 'shards' OR pgtrickle._citus_group() = 0)
+          AND t.tracked_columns = pgtrickle._stored_columns(t.source_relid, t.tracked_columns)
+    LOOP
+        BEGIN
+            PERFORM pgtrickle._write_capture_function(
+                tracking.source_stable_name,
+                CASE tracking.capture_kind
+                    WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_definition(
+                        current_user, tracking.source_relid, pgtrickle._shard_capture(tracking.source_relid)))
+                    ELSE pgtrickle._capture_body(tracking.source_relid, tracking.source_stable_name, tracking.tracked_columns, tracking.capture_kind) END,
+                tracking.capture_kind)
+            WHERE NOT EXISTS (
+                SELECT FROM unnest(tracking.tracked_columns) AS number
+                JOIN pg_attribute AS b ON b.attrelid = tracking.buffer_relid AND b.attname = 'c' || number AND NOT b.attisdropped
+                WHERE pgtrickle._buffer_type(tracking.buffer_relid, b.attnum) <> pgtrickle._buffer_type(tracking.source_relid, number));
+            PERFORM pgtrickle._grant_capture(pg_get_userbyid(c.relowner), tracking.source_relid) FROM pg_class AS c WHERE c.oid = tracking.source_relid;
+        EXCEPTION WHEN insufficient_privilege THEN
+            -- One table's owner does not keep all others from being upgraded.
+            RAISE WARNING 'the capture function of % stays as it is: %', tracking.source_relid, SQLERRM;
+        END;
+    END LOOP;
+END
 $$;
-REVOKE ALL ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
 
 SELECT pgtrickle._renew_capture();
 
 -- Consumers that were there before this was noted.
 UPDATE pgtrickle.pgt_consumers AS c SET written_as = pgtrickle._written_as(s.oid, c.columns_used)
 FROM pg_class AS s WHERE s.oid = c.source_relid AND c.written_as IS NULL;
+
+-- Also where there was nothing to upgrade: `pgtrickle upgrade` is how a copy is settled by hand.
+SELECT pgtrickle._settle_copy();

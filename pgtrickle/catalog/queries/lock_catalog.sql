@@ -1,0 +1,18 @@
+-- Locks the catalog for an upgrade. Views first, as their readers have it: LOCK TABLE would lock what they read as well, views of PostgreSQL's among them.
+DO $$
+DECLARE
+    relation record;
+BEGIN
+    FOR relation IN
+        SELECT c.oid::pg_catalog.regclass AS name, c.relkind = 'v' AS is_view FROM pg_catalog.pg_class AS c
+        WHERE c.relnamespace = 'pgtrickle'::pg_catalog.regnamespace AND c.relkind IN ('r', 'p', 'v')
+        ORDER BY c.relkind = 'v' DESC, c.relname
+    LOOP
+        IF relation.is_view THEN
+            EXECUTE pg_catalog.format('ALTER VIEW %s OWNER TO CURRENT_USER', relation.name);
+        ELSE
+            EXECUTE pg_catalog.format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', relation.name);
+        END IF;
+    END LOOP;
+END
+$$;

@@ -1,0 +1,66 @@
+"""Whose catalog it is: asked right after connecting, because what is in a catalog runs with the rights of who uses it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg.rows import tuple_row
+
+from pgtrickle.errors import UntrustedCatalogError
+
+SCHEMAS = ("pgtrickle", "pgtrickle_changes", "pgtrickle_views")
+
+# Behind a pooler the search path may be anybody's: every name has its schema, and every operator too.
+_OWNERS = """
+SELECT n.nspname, o.rolname,
+       o.rolsuper OR o.oid OPERATOR(pg_catalog.=) me.oid OR pg_catalog.pg_has_role(o.oid, me.oid, 'MEMBER'),
+       d.datdba OPERATOR(pg_catalog.=) o.oid
+FROM pg_catalog.pg_namespace AS n
+JOIN pg_catalog.pg_roles AS o ON o.oid OPERATOR(pg_catalog.=) n.nspowner
+JOIN pg_catalog.pg_roles AS me ON me.rolname OPERATOR(pg_catalog.=) current_user
+JOIN pg_catalog.pg_database AS d ON d.datname OPERATOR(pg_catalog.=) pg_catalog.current_database()
+WHERE n.nspname OPERATOR(pg_catalog.=) ANY (%s::pg_catalog.text[])
+"""
+_WRITABLE = """
+SELECT n.nspname FROM pg_catalog.pg_namespace AS n CROSS JOIN LATERAL pg_catalog.aclexplode(n.nspacl) AS a
+WHERE a.grantee OPERATOR(pg_catalog.=) 0::pg_catalog.oid AND a.privilege_type OPERATOR(pg_catalog.=) 'CREATE'
+AND n.nspname OPERATOR(pg_catalog.=) ANY (pg_catalog.current_schemas(true))
+"""
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whose catalogs a login uses, besides its own and those of superusers and of members of the login's role."""
+
+    owners: frozenset[str] = frozenset()
+    database_owner: bool = False  # somebody named this very database, and so trusts who owns it
+
+
+def require_trusted(conn: psycopg.Connection[Any], trust: Trust) -> bool:
+    """Whether the database has a catalog; an error if that belongs to a role that is not trusted."""
+    rows = conn.cursor(row_factory=tuple_row).execute(_OWNERS, [list(SCHEMAS)], prepare=False).fetchall()
+    if not any(schema == "pgtrickle" for schema, *_ in rows):
+        return False
+    for schema, owner, trusted, owns_database in rows:
+        if not (trusted or owner in trust.owners or (owns_database and trust.database_owner)):
+            raise UntrustedCatalogError(
+                f"schema {schema} in database {conn.info.dbname} belongs to role {owner},"
+                f" which {conn.info.user} does not trust",
+                f"If {owner} may act with the rights of {conn.info.user}, add it to trusted_owners in the service's"
+                f" configuration, or run GRANT {conn.info.user} TO {owner}.",
+            )
+    return True
+
+
+def require_private_path(conn: psycopg.Connection[Any]) -> None:
+    """An error if the search path has a schema that everybody may write to: for connections that cannot set it for good."""
+    row = conn.cursor(row_factory=tuple_row).execute(_WRITABLE, prepare=False).fetchone()
+    if row is not None:
+        raise UntrustedCatalogError(
+            f"everybody may create objects in schema {row[0]} of database {conn.info.dbname}, which is in the search path"
+            f" of {conn.info.user}, and a pooler is in between",
+            f"Run ALTER ROLE {conn.info.user} SET search_path = pg_catalog, pg_temp, or"
+            f" REVOKE CREATE ON SCHEMA {row[0]} FROM PUBLIC.",
+        )

@@ -1,0 +1,97 @@
+"""The private directory for all files that Spark writes on this machine, and that we write for it.
+
+Spark itself would keep rows of shuffles and of kept data below the system's temporary directory, readable by everybody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCAL_VARIABLE = "SPARK_LOCAL_DIRS"  # Spark's own; it comes before spark.local.dir
+_JVM_VARIABLE = "SPARK_SUBMIT_OPTS"
+
+_KILL_SECONDS = 5.0
+_ATTEMPTS = 3  # to remove the directory: a JVM at work may add files meanwhile
+
+_lock = threading.Lock()
+_directory: Path | None = None  # of this process; the JVM outlives a session, so the name stays the same
+
+
+def private_directory() -> Path:
+    """A directory of mode 0700, made by the first call on the disk that SPARK_LOCAL_DIRS or TMPDIR names.
+
+    It is gone when the process ends, unless it is killed.
+    """
+    global _directory
+    with _lock:
+        if _directory is None:
+            base = os.environ.get(LOCAL_VARIABLE, "").split(",")[0] or None
+            _directory = Path(tempfile.mkdtemp(prefix="pgtrickle-spark-", dir=base))
+            atexit.register(_remove_at_exit, os.getpid())
+        elif not _is_private(_directory):
+            _directory.mkdir(mode=0o700)  # fails if somebody else has made it meanwhile
+        return _directory
+
+
+def _is_private(directory: Path) -> bool:
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == os.geteuid()
+
+
+def remove_private_directory() -> None:
+    """Remove the directory with everything in it; does nothing where there is none."""
+    with _lock:
+        for _ in range(_ATTEMPTS):
+            if _directory is not None and _is_private(_directory):
+                shutil.rmtree(_directory, ignore_errors=True)
+
+
+def _remove_at_exit(maker: int) -> None:
+    if os.getpid() == maker:  # not in a fork
+        remove_private_directory()
+
+
+def kill_jvms() -> None:
+    """Kill processes that were started in the environment of the directory, with all that they started."""
+    import psutil
+
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended by itself
+            if _directory is not None and str(_directory) in process.environ().get(_JVM_VARIABLE, ""):
+                process.kill()
+                found.append(process)
+    psutil.wait_procs(found, _KILL_SECONDS)
+
+
+@contextmanager
+def jvm_environment(directory: Path, *, embedded: bool) -> Iterator[None]:
+    """The environment in which to start a JVM: its temporary files are in the directory.
+
+    Embedded, all of Spark's local files are. On a cluster their place is the cluster's business.
+    """
+    former = {name: os.environ.get(name) for name in (_JVM_VARIABLE, LOCAL_VARIABLE)}
+    # The driver's extraJavaOptions belong to the user; those would replace, not add.
+    os.environ[_JVM_VARIABLE] = f"{former[_JVM_VARIABLE] or ''} {shlex.quote(f'-Djava.io.tmpdir={directory}')}"
+    if embedded:
+        os.environ.pop(LOCAL_VARIABLE, None)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

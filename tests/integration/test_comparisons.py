@@ -1,0 +1,133 @@
+"""Values of two types, or of two collations, are compared as PostgreSQL compares them, wherever a query does so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+import pgtrickle
+from tests.support.comparisons import TYPES_SQL, Tried, comparable_pairs, try_pair
+from tests.support.database import TestDatabase
+from tests.support.oracle import assert_equal_to_query
+
+# PostgreSQL casts one side, both sides, or has an operator for both.
+SAMPLE = (("text", "character(5)", "auto"), ("integer", "numeric", "spark"), ("real", "double precision", "auto"))
+
+
+@pytest.fixture
+def db(database: TestDatabase, conn: psycopg.Connection[Any]) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(database.dsn) as opened:
+        opened.install()
+        conn.execute(TYPES_SQL)
+        yield opened
+
+
+@pytest.mark.parametrize(("left", "right", "placement"), SAMPLE)
+def test_two_types_compare_as_in_postgresql(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, left: str, right: str, placement: str
+) -> None:
+    tried = try_pair(conn, db, left, right, placements=(placement,))
+    assert not tried.differences, "\n".join(tried.differences)
+    assert tried.modes["DIFFERENTIAL"] >= 15, tried.modes
+
+
+@pytest.mark.long
+def test_all_pairs_of_types_compare_as_in_postgresql(conn: psycopg.Connection[Any], db: pgtrickle.Database) -> None:
+    pairs = comparable_pairs(conn)
+    total = Tried()
+    for left, right in pairs:
+        total += try_pair(conn, db, left, right)
+    print(f"{len(pairs)} pairs, {total.exact} stream tables exact, {total.modes}, {total.refused} not for PostgreSQL")
+    assert not total.differences, "\n".join(total.differences)
+
+
+COLLATED = {
+    "distinct_names": "SELECT DISTINCT name FROM people",
+    "grouped": "SELECT name, count(*) AS n, sum(id) AS total FROM people GROUP BY name",
+    "grouped_anew": "SELECT name, count(*) AS n, max(id) AS last FROM people GROUP BY name",
+    "joined": "SELECT p.id, o.item FROM people AS p JOIN orders AS o ON p.name = o.name",
+    "joined_plain": "SELECT p.id, o.item FROM people AS p JOIN orders AS o ON p.name = o.plain",
+    "joined_using": "SELECT p.id, o.item FROM people AS p JOIN orders AS o USING (name)",
+    "joined_by_key": "SELECT n.name, o.item FROM nicknames AS n JOIN orders AS o ON n.name = o.name",
+    "left_joined": "SELECT p.id, p.name, o.item FROM people AS p LEFT JOIN orders AS o ON p.name = o.plain",
+    "known": "SELECT id FROM people WHERE name IN (SELECT plain FROM orders)",
+    "unknown": "SELECT id FROM people WHERE name NOT IN (SELECT plain FROM orders WHERE plain IS NOT NULL)",
+    "all_names": "SELECT name FROM people UNION SELECT plain FROM orders",
+    "ordered": "SELECT p.id, o.item, p.sorted < o.plain AS before FROM people AS p JOIN orders AS o ON p.id = o.item",
+    "explicit": 'SELECT p.id, o.item FROM people AS p JOIN orders AS o ON p.name COLLATE "C" = o.plain',
+}
+
+
+@pytest.mark.pgversions
+@pytest.mark.parametrize("placement", ["auto", "spark"])
+def test_collations_decide_what_is_equal(database: TestDatabase, conn: psycopg.Connection[Any], placement: str) -> None:
+    try:
+        conn.execute("CREATE COLLATION caseless (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
+    except psycopg.errors.FeatureNotSupported:
+        pytest.skip("this PostgreSQL is built without ICU")
+    conn.execute("""
+        CREATE TABLE people (id integer PRIMARY KEY, name text COLLATE caseless, sorted text COLLATE "en-x-icu");
+        CREATE TABLE orders (item integer, name text COLLATE caseless, plain text);
+        CREATE TABLE nicknames (name text PRIMARY KEY);
+        INSERT INTO people VALUES (1, 'Bob', 'a'), (2, 'bob', 'B'), (3, 'Ann', 'c');
+        INSERT INTO orders VALUES (1, 'BOB', 'BOB'), (2, 'ann', 'x');
+        INSERT INTO nicknames VALUES ('bob'), ('Bob'), ('ann');
+    """)
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        for name, query in COLLATED.items():
+            db.create_stream_table(f"st_{name}", query, placement=placement, initialize=False)
+        for change in (
+            "SELECT",
+            "INSERT INTO people VALUES (4, 'BOB', 'A'), (5, 'Eve', 'b'); INSERT INTO orders VALUES (4, 'eve', 'EVE')",
+            "DELETE FROM people WHERE id = 1; INSERT INTO orders VALUES (5, 'bOB', 'ann'), (2, NULL, NULL)",
+            "UPDATE people SET name = upper(name); DELETE FROM orders WHERE item = 1",
+            "DELETE FROM people WHERE name = 'bob'; INSERT INTO nicknames VALUES ('ANN')",
+        ):
+            conn.execute(change.encode())
+            db.refresh_all()
+            for name, query in COLLATED.items():
+                shown = ["name"] if "name" in query.split(" FROM ")[0] and name != "left_joined" else []
+                assert_equal_to_query(conn, f"st_{name}", query, by_value=shown)
+
+
+@pytest.mark.parametrize("placement", ["auto", "spark"])
+def test_values_keep_what_they_are_whatever_casts_a_type_has(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
+) -> None:
+    """A cast from text that a user defined need not read what the type prints."""
+    conn.execute(
+        r"""
+        CREATE TYPE shade AS ENUM ('red', 'a"b', 'c\d', '{}', ',', '');
+        CREATE TYPE couple AS (a text, b shade);
+        CREATE TABLE l (id int PRIMARY KEY, s shade, p couple);
+        CREATE TABLE r (n int PRIMARY KEY, s shade);
+        CREATE FUNCTION to_shade(text) RETURNS shade LANGUAGE sql IMMUTABLE AS $$ SELECT 'red'::shade $$;
+        CREATE FUNCTION to_couple(text) RETURNS couple LANGUAGE sql IMMUTABLE AS $$ SELECT ('x', 'red')::couple $$;
+        CREATE CAST (text AS shade) WITH FUNCTION to_shade(text);
+        CREATE CAST (text AS couple) WITH FUNCTION to_couple(text);
+        INSERT INTO l SELECT n, s, (s || '"\', s)::couple FROM unnest(enum_range(NULL::shade)) WITH ORDINALITY AS v (s, n);
+        INSERT INTO l VALUES (100, NULL, NULL);
+        INSERT INTO r SELECT id, s FROM l;
+        """
+    )
+    queries = {
+        "rows": "SELECT id, s, p FROM l",
+        "joined": "SELECT l.id, r.n, l.s FROM l JOIN r ON l.s = r.s",
+        "counted": "SELECT s, count(*) AS n FROM l GROUP BY s",
+        "last": "SELECT s, max(id) AS last FROM l GROUP BY s",
+    }
+    for name, query in queries.items():
+        db.create_stream_table(name, query, placement=placement, refresh_mode="DIFFERENTIAL")
+    for change in (
+        "INSERT INTO r SELECT n + 10, s FROM r",
+        "DELETE FROM l WHERE id % 2 = 0",
+        "INSERT INTO l SELECT id + 10, s, p FROM l",
+    ):
+        conn.execute(change.encode())
+        db.refresh_all()
+        for name, query in queries.items():
+            assert_equal_to_query(conn, name, query)

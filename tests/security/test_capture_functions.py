@@ -1,0 +1,38 @@
+"""Capture functions write into the buffer of their source, and of no other table."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from tests.security.roles import Roles
+from tests.support.oracle import assert_equal_to_query
+
+pytestmark = pytest.mark.pgversions
+
+
+def test_a_capture_function_is_not_attached_to_another_table(roles: Roles) -> None:
+    alice, mallory = roles.alice, roles.mallory
+    name = roles.create(alice, "mine", f"SELECT id, amount FROM {alice}.orders")
+    roles.refresh(name)
+    hash_ = roles.value(roles.app, "SELECT source_stable_name FROM pgtrickle.pgt_change_tracking")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+        roles.sql(
+            mallory,
+            f"CREATE TABLE {mallory}.orders (id int, kind text, amount numeric(10,2))",
+            f"CREATE TRIGGER pgtrickle_capture_insert_{hash_} AFTER INSERT ON {mallory}.orders"
+            f" REFERENCING NEW TABLE AS __pgt_new FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.capture_{hash_}()",
+        )
+
+
+def test_who_may_create_triggers_still_may_after_others(roles: Roles) -> None:
+    """A second role with TRIGGER on the table, and no right to write to it, has more of its columns captured."""
+    alice, bob = roles.alice, roles.bob
+    roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")
+    roles.sql(alice, f"GRANT USAGE ON SCHEMA {alice} TO {bob}", f"GRANT SELECT, TRIGGER ON {alice}.orders TO {bob}")
+    name = roles.create(bob, "more", f"SELECT id, kind, amount FROM {alice}.orders")
+    roles.refresh(name)
+    roles.sql(alice, f"UPDATE {alice}.orders SET amount = amount + 1")
+    roles.refresh(name)
+    with roles.connect(bob) as conn:
+        assert_equal_to_query(conn, name, f"SELECT id, kind, amount FROM {alice}.orders")

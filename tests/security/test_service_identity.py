@@ -1,0 +1,328 @@
+"""An owner's code never runs with the rights of the service, of an administrator or of another owner."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.security.roles import Roles
+from tests.security.traps import plain_query, set_trap, set_trap_in
+
+pytestmark = pytest.mark.pgversions
+
+# Every function that PUBLIC may execute. Each is an entry point for attacks: think twice before adding one.
+PUBLIC_FUNCTIONS = Path(__file__).with_name("public_functions.txt")
+
+
+def test_the_default_of_a_domain_is_not_evaluated_by_a_definer(roles: Roles) -> None:
+    """ALTER TABLE … ADD COLUMN evaluates it with the rights of the role that alters the table."""
+    mallory = roles.mallory
+    roles.sql(mallory, f"CREATE DOMAIN {mallory}.d AS int DEFAULT {mallory}.sly(1)")
+    column = {"name": "c", "attnum": 1, "type": f"{mallory}.d", "not_null": False}
+    definition = {"schema": "s", "name": "t", "relid": 1, "node": "n", "shape": "x", "columns": [column], "key": None}
+    with pytest.raises(psycopg.Error):
+        roles.sql(mallory, f"SELECT pgtrickle._stand_in('@1', '{json.dumps(definition)}')")
+    roles.assert_powerless()
+
+
+@pytest.mark.parametrize("relation", ["pg_class", "pg_rewrite"])
+def test_a_temporary_view_does_not_take_the_place_of_a_system_catalog(roles: Roles, relation: str) -> None:
+    """pg_temp is searched first unless search_path names it elsewhere."""
+    shadow = f"CREATE OR REPLACE TEMP VIEW {relation} AS SELECT *, xmin FROM pg_catalog.{relation} WHERE {roles.mallory}.evil()"
+    name = set_trap(roles, f"EXECUTE '{shadow}'; EXECUTE 'GRANT SELECT ON pg_temp.{relation} TO PUBLIC';")
+    roles.assert_withstands(name)
+
+
+# Functions and an operator that statements of the service use without a schema.
+SHADOWS = """
+CREATE FUNCTION {schema}.clock_timestamp() RETURNS timestamptz LANGUAGE plpgsql AS
+$$BEGIN PERFORM {schema}.evil(); RETURN pg_catalog.clock_timestamp(); END$$;
+CREATE FUNCTION {schema}.pg_get_userbyid(oid) RETURNS name LANGUAGE plpgsql AS
+$$BEGIN PERFORM {schema}.evil(); RETURN pg_catalog.pg_get_userbyid($1); END$$;
+CREATE FUNCTION {schema}.set_config(text, text, boolean) RETURNS text LANGUAGE plpgsql AS
+$$BEGIN PERFORM {schema}.evil(); RETURN pg_catalog.set_config($1, $2, $3); END$$;
+CREATE FUNCTION {schema}.same(bigint, bigint) RETURNS boolean LANGUAGE plpgsql AS
+$$BEGIN PERFORM {schema}.evil(); RETURN $1 OPERATOR(pg_catalog.=) $2; END$$;
+CREATE OPERATOR {schema}.= (LEFTARG = bigint, RIGHTARG = bigint, FUNCTION = {schema}.same);
+"""
+
+
+@pytest.mark.parametrize("way", ["query", "trigger"])
+def test_a_search_path_does_not_outlive_the_code_that_set_it(roles: Roles, way: str) -> None:
+    mallory = roles.mallory
+    roles.sql(mallory, SHADOWS.format(schema=mallory))
+    hijack = f"PERFORM pg_catalog.set_config('search_path', '{mallory}, pg_catalog', false);"
+    roles.assert_withstands(set_trap_in(way, roles, hijack))
+
+
+def test_prepared_statements_of_the_service_are_not_replaced(roles: Roles) -> None:
+    mallory = roles.mallory
+    roles.sql(
+        mallory,
+        f"""
+        CREATE FUNCTION {mallory}.replace_prepared() RETURNS void LANGUAGE plpgsql AS $$
+        DECLARE
+            known record;
+        BEGIN
+            FOR known IN SELECT name, parameter_types::text[] AS types FROM pg_prepared_statements LOOP
+                EXECUTE format('DEALLOCATE %I', known.name);
+                EXECUTE format('PREPARE %I %s AS SELECT {mallory}.evil()', known.name,
+                               '(' || nullif(array_to_string(known.types, ', '), '') || ')');
+            END LOOP;
+        END $$""",
+    )
+    name = set_trap(roles, f"PERFORM {mallory}.replace_prepared();")
+    roles.assert_withstands(name, rounds=8)  # psycopg prepares a statement after five executions
+
+
+DEFERRED = (
+    "CREATE CONSTRAINT TRIGGER fire AFTER INSERT ON {} DEFERRABLE INITIALLY DEFERRED FOR EACH ROW EXECUTE FUNCTION {}()"
+)
+
+
+@pytest.mark.parametrize("where", ["stream table", "other table", "deferred again"])
+def test_a_deferred_trigger_does_not_run_as_the_service(roles: Roles, where: str) -> None:
+    """Before PostgreSQL 18, it runs at COMMIT with the rights of the session."""
+    mallory = roles.mallory
+    roles.sql(
+        mallory,
+        f"CREATE TABLE {mallory}.first (x int)",
+        f"CREATE TABLE {mallory}.last (x int)",
+        f"GRANT INSERT ON {mallory}.first, {mallory}.last TO PUBLIC",  # whichever role fires
+        f"CREATE FUNCTION {mallory}.again() RETURNS trigger LANGUAGE plpgsql AS"
+        f" $$ BEGIN SET CONSTRAINTS ALL DEFERRED; INSERT INTO {mallory}.last VALUES (1); RETURN NULL; END $$",
+        DEFERRED.format(f"{mallory}.last", f"{mallory}.fire"),
+    )
+    if where == "stream table":
+        name = roles.create(mallory, "trap", plain_query(roles))
+        roles.sql(mallory, DEFERRED.format(name, f"{mallory}.fire"))
+    elif where == "other table":
+        name = set_trap(roles, f"INSERT INTO {mallory}.last VALUES (1);")
+    else:  # deferred again by a trigger that SET CONSTRAINTS … IMMEDIATE fired
+        name = set_trap(roles, f"INSERT INTO {mallory}.first VALUES (1);")
+        roles.sql(mallory, DEFERRED.format(f"{mallory}.first", f"{mallory}.again"))
+    roles.assert_withstands(name)
+
+
+def test_a_deferred_constraint_does_not_evaluate_expressions_as_the_service(roles: Roles) -> None:
+    """A conflict makes PostgreSQL evaluate the expression of an exclusion constraint again at COMMIT."""
+    mallory = roles.mallory
+    roles.sql(
+        mallory,
+        f"CREATE FUNCTION {mallory}.unsteady(id int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS"
+        f" $$ BEGIN PERFORM {mallory}.evil(); RETURN id / 2; END $$",
+    )
+    name = roles.create(mallory, "trap", plain_query(roles))
+    roles.sql(
+        mallory,
+        f"ALTER TABLE {name} ADD EXCLUDE USING btree (({mallory}.unsteady(id)) WITH =) DEFERRABLE INITIALLY DEFERRED",
+    )
+    roles.assert_withstands(name)
+
+
+@pytest.mark.parametrize("way", ["query", "trigger", "deferred trigger"])
+def test_a_held_cursor_does_not_run_as_the_service(roles: Roles, way: str) -> None:
+    """The query of a cursor WITH HOLD is run at COMMIT, with the rights of the session."""
+    mallory = roles.mallory
+    declare = f"EXECUTE format('DECLARE %I CURSOR WITH HOLD FOR SELECT {mallory}.evil()', 'c' || random()::text);"
+    if way == "deferred trigger":
+        name = set_trap(roles, f"INSERT INTO {mallory}.later VALUES (1);")
+        roles.sql(
+            mallory,
+            f"CREATE TABLE {mallory}.later (x int)",
+            f"CREATE FUNCTION {mallory}.hold() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN {declare} RETURN NULL; END $$",
+            DEFERRED.format(f"{mallory}.later", f"{mallory}.hold"),
+        )
+    else:
+        name = set_trap_in(way, roles, declare)
+    roles.assert_withstands(name)
+
+
+FOLDED = {
+    "constant": "SELECT id, {m}.bold(1) AS x FROM {m}.src",
+    "column": "SELECT id, {m}.bold(v) AS x FROM {m}.src",
+    "join": "SELECT a.id, b.v FROM {m}.src AS a JOIN {m}.src AS b ON b.id = {m}.bold(a.v)",
+    "sum": "SELECT v, sum({m}.bold(1)) AS x FROM {m}.src GROUP BY v",
+    "group": "SELECT {m}.bold(v) AS x, count(*) AS n FROM {m}.src GROUP BY {m}.bold(v)",
+    "case": "SELECT id, CASE WHEN v > 0 THEN {m}.bold(1) ELSE {m}.bold(2) END AS x FROM {m}.src",
+}
+
+
+@pytest.mark.parametrize("place", FOLDED)
+def test_the_planner_does_not_evaluate_functions_as_the_service(roles: Roles, place: str) -> None:
+    """It folds calls of IMMUTABLE functions with constant arguments, even in a query that returns no rows."""
+    mallory = roles.mallory
+    roles.sql(
+        mallory,
+        f"CREATE FUNCTION {mallory}.bold(v int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS"
+        f" $$ BEGIN PERFORM {mallory}.evil(); RETURN v; END $$",
+    )
+    roles.assert_withstands(roles.create(mallory, "trap", FOLDED[place].format(m=mallory)), rounds=2)
+
+
+def test_an_overload_of_an_owners_function_is_not_called(roles: Roles) -> None:
+    mallory = roles.mallory
+    name = roles.create(mallory, "trap", f"SELECT v, count(*) AS n FROM {mallory}.src GROUP BY v")
+    roles.attempt(
+        mallory,
+        f"CREATE FUNCTION pgtrickle_views.write_{roles.id_of(name)}(text, text) RETURNS bigint[] LANGUAGE plpgsql"
+        f" SECURITY INVOKER AS $$ BEGIN PERFORM {mallory}.evil(); RETURN NULL; END $$",
+    )
+    roles.assert_withstands(name)
+
+
+# The step of the refresh, and what mallory does at that step to a function that runs with her rights.
+CHANGED_FUNCTIONS = {
+    "read": ("cut", "ALTER FUNCTION pgtrickle_views.read_{id}(text, text[]) SECURITY INVOKER"),
+    "write": ("load", "ALTER FUNCTION pgtrickle_views.write_{id}(text, text[]) SECURITY INVOKER"),
+    "write replaced": (
+        "load",
+        "CREATE OR REPLACE FUNCTION pgtrickle_views.write_{id}(statement text, args text[]) RETURNS bigint[]"
+        " LANGUAGE plpgsql SECURITY INVOKER AS $$ BEGIN PERFORM {mallory}.evil(); RETURN '{{0,0,0,0}}'; END $$",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED_FUNCTIONS)
+def test_an_owners_function_is_not_changed_between_check_and_call(roles: Roles, change: str) -> None:
+    mallory = roles.mallory
+    name = roles.create(mallory, "trap", f"SELECT id, {mallory}.sly(v) AS v FROM {mallory}.src")
+    roles.sql(
+        mallory,
+        f"CREATE TRIGGER fire AFTER INSERT ON {name} FOR EACH STATEMENT EXECUTE FUNCTION {mallory}.fire()",
+        f"GRANT ALL ON {mallory}.src, {name} TO PUBLIC",
+    )
+    at, statement = CHANGED_FUNCTIONS[change]
+    statement = statement.format(id=roles.id_of(name), mallory=mallory)
+
+    def attack(step: str) -> None:
+        if step == at:
+            roles.attempt(mallory, statement)
+
+    roles.assert_withstands(name, rounds=1, on_step=attack)
+
+
+# A call reserved to administrators, and a query that is true if it had no effect.
+DEPUTIES = {
+    "set": ("pgtrickle.set('lock_timeout_ms', '1234')", "SELECT pgtrickle._setting('lock_timeout_ms') <> '1234'"),
+    "pause": ("pgtrickle.pause()", "SELECT NOT pgtrickle.is_paused()"),
+    "register": (
+        "pgtrickle._register_database('evil', 'host=evil.example', '1/1', '{}')",
+        "SELECT count(*) = 0 FROM pgtrickle.pgt_databases",
+    ),
+    "stop": (
+        "pgtrickle.emergency_stop()",
+        "SELECT count(*) = 0 FROM pgtrickle.pgt_refresh_history WHERE reason = 'emergency stop'",
+    ),
+}
+
+
+@pytest.mark.parametrize("action", DEPUTIES)
+def test_an_owners_code_is_not_taken_for_an_administrator(roles: Roles, action: str) -> None:
+    call, undone = DEPUTIES[action]
+    name = set_trap(roles, f"BEGIN PERFORM {call}; EXCEPTION WHEN insufficient_privilege THEN NULL; END;")
+    roles.assert_withstands(name, rounds=1)
+    assert roles.value(roles.app, undone)
+
+
+@pytest.mark.parametrize("way", ["query", "trigger"])
+@pytest.mark.parametrize("source", ["pgtrickle._dsn_of('crm')", "pgtrickle._usable_databases()"])
+def test_an_owners_code_does_not_read_dsns(roles: Roles, way: str, source: str) -> None:
+    mallory = roles.mallory
+    roles.sql(
+        roles.app,
+        "INSERT INTO pgtrickle.pgt_databases (name, dsn, node, registered_by)"
+        " VALUES ('crm', 'host=crm.internal', '1/1', 'somebody')",
+    )
+    roles.sql(
+        mallory,
+        f"""
+        CREATE FUNCTION {mallory}.spy(v int) RETURNS text LANGUAGE plpgsql IMMUTABLE STRICT AS $$
+        BEGIN
+            RETURN (SELECT string_agg(place::text, ' ') FROM {source} AS place);
+        EXCEPTION WHEN insufficient_privilege OR undefined_function THEN
+            RETURN 'refused';
+        END $$""",
+    )
+    if way == "query":
+        name = roles.create(mallory, "trap", f"SELECT id, {mallory}.spy(v) AS found FROM {mallory}.src")
+        seen = f"SELECT found FROM {name}"
+    else:
+        name = set_trap(roles, f"INSERT INTO {mallory}.loot VALUES ({mallory}.spy(1));")
+        seen = f"SELECT what FROM {mallory}.loot"
+    roles.assert_withstands(name, rounds=1)
+    assert "crm.internal" not in str(roles.rows(mallory, seen))
+
+
+# A call on a stream table of alice's, and a query that is true if it had no effect.
+BORROWED = {
+    "alter": (
+        "pgtrickle.alter_stream_table('{alice}.one', status => 'SUSPENDED')",
+        "SELECT status <> 'SUSPENDED' FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'one'",
+    ),
+    "drop": (
+        "pgtrickle.drop_stream_table('{alice}.one')",
+        "SELECT count(*) = 1 FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'one'",
+    ),
+    "request": ("pgtrickle.manual_refresh('{alice}.one', 'key')", "SELECT count(*) = 0 FROM pgtrickle.pgt_requests"),
+    "group": (
+        "pgtrickle.create_refresh_group('g', '{{{alice}.one,{alice}.two}}')",
+        "SELECT count(*) = 0 FROM pgtrickle.refresh_groups()",
+    ),
+}
+
+
+@pytest.mark.parametrize("action", BORROWED)
+def test_a_function_that_alice_calls_does_not_act_in_her_name(roles: Roles, action: str) -> None:
+    """A SECURITY DEFINER function has the rights of its owner only."""
+    alice, mallory = roles.alice, roles.mallory
+    for name in ("one", "two"):
+        roles.create(alice, name, f"SELECT id, amount FROM {alice}.orders")
+    call, undone = BORROWED[action]
+    roles.sql(
+        mallory,
+        f"CREATE FUNCTION {mallory}.helpful() RETURNS void LANGUAGE plpgsql SECURITY DEFINER AS"
+        f" $$ BEGIN PERFORM {call.format(alice=alice)}; END $$",
+    )
+    roles.attempt(alice, f"SELECT {mallory}.helpful()")
+    assert roles.value(roles.app, undone)
+
+
+OURS = "pronamespace IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace, 'pgtrickle_views'::regnamespace)"
+
+
+def test_every_definer_function_looks_for_temporary_objects_last(roles: Roles) -> None:
+    roles.refresh(
+        roles.create(roles.alice, "totals", f"SELECT kind, sum(amount) AS s FROM {roles.alice}.orders GROUP BY kind")
+    )
+    found = roles.rows(
+        roles.app,
+        "SELECT oid::regprocedure::text, (SELECT s FROM unnest(proconfig) AS s WHERE s LIKE 'search_path=%')"
+        f" FROM pg_proc WHERE prosecdef AND {OURS}",
+    )
+    assert len(found) > 50
+    assert [name for name, path in found if not re.fullmatch(r"search_path=(.*, )?pg_temp", path or "")] == []
+
+
+def test_public_may_execute_only_listed_functions(roles: Roles) -> None:
+    """After an intended change, copy the printed list into the file."""
+    roles.create(roles.alice, "mine", f"SELECT id, amount FROM {roles.alice}.orders")
+    found = roles.rows(
+        roles.app,
+        "SELECT oid::regprocedure::text FROM pg_proc WHERE EXISTS (SELECT FROM"
+        " aclexplode(coalesce(proacl, acldefault('f', proowner))) AS a WHERE a.grantee = 0 AND a.privilege_type = 'EXECUTE')"
+        f" AND {OURS}",
+    )
+    signatures = sorted({re.sub(r"capture_[0-9a-f]{16}", "capture_<hash>", name) for (name,) in found})
+    print("\n".join(signatures))
+    assert signatures == PUBLIC_FUNCTIONS.read_text().splitlines()
+
+
+@pytest.mark.parametrize("schema", ["pgtrickle", "pgtrickle_changes", "pgtrickle_views"])
+def test_ordinary_roles_create_nothing_in_our_schemas(roles: Roles, schema: str) -> None:
+    assert roles.attempt(roles.mallory, f"CREATE TABLE {schema}.planted (x int)") is not None
+    assert not roles.value(roles.mallory, "SELECT has_schema_privilege(%s, 'CREATE')", [schema])
