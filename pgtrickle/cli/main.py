@@ -14,6 +14,7 @@ from pgtrickle.cli.demo import demo
 from pgtrickle.cli.doctor import doctor
 from pgtrickle.cli.inspect import explain, history, list_tables, status
 from pgtrickle.cli.operate import drain, pause, resume, wait
+from pgtrickle.cli.prepare import prepare
 from pgtrickle.cli.profile import profile
 from pgtrickle.cli.refresh import refresh
 from pgtrickle.cli.run import run
@@ -58,7 +59,7 @@ def cli(context: click.Context, dsn: str | None) -> None:
 
 for command in (
     install, uninstall, upgrade, create, alter, drop, refresh, list_tables, status, explain, history, doctor, demo, run,
-    wait, pause, resume, drain, top, profile, tune, database,
+    prepare, wait, pause, resume, drain, top, profile, tune, database,
 ):  # fmt: skip
     cli.add_command(command)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pgtrickle.engine.class_archive import archive_options
 from pgtrickle.engine.spark_files import jvm_environment, kill_jvms, private_directory, remove_private_directory
 from pgtrickle.errors import JavaMissingError
 
@@ -61,12 +62,17 @@ def spark_is_running() -> bool:
     return _session is not None
 
 
-def spark_session() -> SparkSession:
-    """The session; the first call starts it, which takes some seconds."""
+def spark_session(jvm_options: tuple[str, ...] | None = None) -> SparkSession:
+    """The session; the first call starts it, which takes some seconds.
+
+    The JVM gets the options, or those for a quick start.
+    """
     global _session
     with _lock:
         if _session is None:
-            check_java()
+            version = check_java()
+            if jvm_options is None:
+                jvm_options = archive_options(version)
             os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
             from pyspark.sql import SparkSession
 
@@ -78,7 +84,7 @@ def spark_session() -> SparkSession:
             for name, value in (_SETTINGS | (_local(directory) if is_embedded() else {})).items():
                 builder = builder.config(name, value)
             try:
-                with jvm_environment(directory, embedded=is_embedded()):
+                with jvm_environment(directory, jvm_options, embedded=is_embedded()):
                     _session = _started(builder)
             except BaseException:
                 kill_jvms()  # interrupted while it starts, one would stay for ever
@@ -149,8 +155,8 @@ def _end_start(starter: int) -> None:
         kill_jvms()
 
 
-def check_java() -> None:
-    """Refuse, with the remedy, where Spark could not start."""
+def check_java() -> str:
+    """What Java says of itself. Refuses, with the remedy, where Spark could not start."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     remedy = "Install a Java runtime 17 or newer (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME."
@@ -161,3 +167,4 @@ def check_java() -> None:
     major = version.split(".")[0]
     if not major.isdigit() or int(major) < 17:
         raise JavaMissingError(f"Spark needs Java 17 or newer; {java} is {version or 'of unknown version'}", remedy)
+    return text

@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -77,14 +77,17 @@ def kill_jvms() -> None:
 
 
 @contextmanager
-def jvm_environment(directory: Path, *, embedded: bool) -> Iterator[None]:
+def jvm_environment(directory: Path, options: Sequence[str], *, embedded: bool) -> Iterator[None]:
     """The environment in which to start a JVM: its temporary files are in the directory.
 
     Embedded, all of Spark's local files are. On a cluster their place is the cluster's business.
     """
     former = {name: os.environ.get(name) for name in (_JVM_VARIABLE, LOCAL_VARIABLE)}
     # The driver's extraJavaOptions belong to the user; those would replace, not add.
-    os.environ[_JVM_VARIABLE] = f"{former[_JVM_VARIABLE] or ''} {shlex.quote(f'-Djava.io.tmpdir={directory}')}"
+    # Of two options that contradict each other the last one counts.
+    options_of_user = former[_JVM_VARIABLE] or ""
+    tmpdir = shlex.quote(f"-Djava.io.tmpdir={directory}")
+    os.environ[_JVM_VARIABLE] = f"{shlex.join(options)} {options_of_user} {tmpdir}"
     if embedded:
         os.environ.pop(LOCAL_VARIABLE, None)
     try:

@@ -125,3 +125,25 @@ def test_groups_that_were_refreshed_in_full_are_counted_anew_before_they_are_add
         conn.execute("INSERT INTO r0 VALUES (8, 1, 'k1')")
         assert [result.action for result in other.refresh("counts")] == ["DIFFERENTIAL"]
     assert_exact(conn, "counts", query)
+
+
+def test_sums_start_anew_after_refreshes_without_a_plan(
+    db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the groups added up to is only kept where there is a plan, and altering the mode must not hide that."""
+    query = "SELECT r0.kind, count(*) AS n, sum(r1.id) AS total FROM r0 JOIN r1 ON r1.ref = r0.id GROUP BY r0.kind"
+    db.create_stream_table("sums", query)
+    conn.execute("INSERT INTO r0 VALUES (6, 6, 'k1')")
+    conn.execute("INSERT INTO r1 VALUES (6, 6, 'k1')")
+    with monkeypatch.context() as patched, pgtrickle.connect(database.dsn) as busy:
+        patched.setattr(programs, "Budget", lambda: Budget(operators=1))
+        assert busy.refresh(["sums"])[0].action == "FULL"
+    db.alter_stream_table("sums", refresh_mode="DIFFERENTIAL")
+    conn.execute("INSERT INTO r1 VALUES (7, 6, 'k1')")
+    actions = []
+    for _ in range(2):
+        with pgtrickle.connect(database.dsn) as later:
+            actions += [result.action for result in later.refresh(["sums"])]
+        assert_exact(conn, "sums", query)
+        conn.execute("INSERT INTO r1 SELECT max(id) + 1, 6, 'k1' FROM r1")
+    assert actions == ["FULL", "DIFFERENTIAL"]

@@ -302,8 +302,8 @@ BEGIN
         -- Looked at anew, at once.
         next_due = '-infinity', stretch = 1,
         reinit_reason = CASE WHEN _change.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
-        -- What was decided for another query or mode is decided anew.
-        effective_mode = CASE WHEN coalesce(_change.query, _change.refresh_mode) IS NULL THEN s.effective_mode END,
+        -- What was decided for another query, or for a mode that rules it out, is decided anew.
+        effective_mode = CASE WHEN _change.query IS NULL AND coalesce(_change.refresh_mode, 'AUTO') IN ('AUTO', s.effective_mode) THEN s.effective_mode END,
         mode_reason = CASE WHEN coalesce(_change.query, _change.refresh_mode) IS NULL THEN s.mode_reason END,
         updated_at = now()
     WHERE s.pgt_id = id;
