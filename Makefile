@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 3
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --durations=30 --durations-min=5
 # Repeated through PgBouncer in transaction mode: the command line, and the service.
 POOLED := tests/e2e/test_cli.py tests/e2e/test_cli_refresh.py tests/e2e/test_cli_operate.py tests/integration/test_service.py
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pgtrickle.api import Database, RefreshResult, StreamTable, StreamTableStatus, connect
+    from pgtrickle.api import Database, RefreshResult, StreamTable, StreamTableStatus, Verification, connect
 
 __version__ = "0.1.0"
 
-__all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "__version__", "connect"]
+__all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "__version__", "connect"]
 
-_FROM_API = frozenset({"Database", "RefreshResult", "StreamTable", "StreamTableStatus", "connect"})
+_FROM_API = frozenset({"Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"})
 
 
 def __getattr__(name: str) -> object:

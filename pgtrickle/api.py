@@ -27,6 +27,7 @@ from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.refresh import Engine, OnStep
 from pgtrickle.engine.types import RefreshResult, StreamTableRow
+from pgtrickle.engine.verify import Verification, verify
 from pgtrickle.errors import (
     ConnectionFailedError,
     DatabaseFailedError,
@@ -38,7 +39,7 @@ from pgtrickle.errors import (
     StreamTableNotFoundError,
 )
 
-__all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "connect"]
+__all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]
 
 log = logging.getLogger("pgtrickle.api")
 DSN_VARIABLE = "PGTRICKLE_DSN"
@@ -378,6 +379,21 @@ class Database(OtherDatabases):
         require_installed(self.conn)
         ids = [row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"]
         return self.engine.refresh(ids, may_be_dropped=True)
+
+    def verify(self, name: str | Sequence[str]) -> list[Verification]:
+        """Refresh stream tables, one after the other, and compare each with its query in the same snapshot.
+
+        What is found is recorded, and nothing else done about it.
+        """
+        names = [name] if isinstance(name, str) else list(name)
+        return [verify(self.engine, id_) for id_ in self._ids_of(names)]
+
+    def reinitialize(self, name: str, reason: str) -> RefreshResult:
+        """Compute a stream table anew, whatever is stored of it."""
+        id_ = self.id_of(name)
+        self.engine.mark_reinit(id_, reason)
+        (result,) = self.engine.refresh([id_])
+        return result
 
     def status(self) -> list[StreamTableStatus]:
         """Freshness and last refresh of all stream tables."""

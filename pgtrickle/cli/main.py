@@ -21,6 +21,7 @@ from pgtrickle.cli.run import run
 from pgtrickle.cli.tables import alter, create, drop
 from pgtrickle.cli.top import top
 from pgtrickle.cli.tune import tune
+from pgtrickle.cli.verify import verify
 from pgtrickle.errors import ConnectionFailedError, NotInTimeError, PgtrickleError, RefreshConflictError
 
 FAILED, CONFLICT, UNREACHABLE, LATE, INTERRUPTED = 1, 3, 4, 5, 130
@@ -59,7 +60,7 @@ def cli(context: click.Context, dsn: str | None) -> None:
 
 for command in (
     install, uninstall, upgrade, create, alter, drop, refresh, list_tables, status, explain, history, doctor, demo, run,
-    prepare, wait, pause, resume, drain, top, profile, tune, database,
+    verify, prepare, wait, pause, resume, drain, top, profile, tune, database,
 ):  # fmt: skip
     cli.add_command(command)
 

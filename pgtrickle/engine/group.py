@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,17 @@ if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine
 
 
+# Called with each stream table when all are written, in the transaction that commits them.
+BeforeCommit = Callable[[Work], None]
+
+
 class NotTogetherError(Exception):
     """A group of stream tables cannot be refreshed in one transaction this time."""
 
 
-def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str) -> Outcome | None:
+def refresh_together(
+    engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str, before_commit: BeforeCommit | None = None
+) -> Outcome | None:
     """Refresh all levels in one transaction, at the same snapshot; one fails, all do.
 
     A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
@@ -42,7 +48,7 @@ def refresh_together(engine: Engine, levels: Sequence[Sequence[int]], initiated_
             raise NotTogetherError("what is written on other nodes is not seen before it is committed")
         engine.check_parts(works)
         if all(work.error is None for work in works):
-            outcome = Outcome(_apply_levels(engine, levels, works, initiated_by))
+            outcome = Outcome(_apply_levels(engine, levels, works, initiated_by, before_commit))
             engine.on_step("committed")
             engine.settle(works)
             return outcome
@@ -79,7 +85,11 @@ def _put_off(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence
 
 
 def _apply_levels(
-    engine: Engine, levels: Sequence[Sequence[int]], works: Sequence[Work], initiated_by: str
+    engine: Engine,
+    levels: Sequence[Sequence[int]],
+    works: Sequence[Work],
+    initiated_by: str,
+    before_commit: BeforeCommit | None,
 ) -> list[RefreshResult]:
     """All levels of a group: cut, fetch, Spark and apply in one transaction."""
     results: list[RefreshResult] = []
@@ -91,6 +101,9 @@ def _apply_levels(
         for level in levels:
             results += _apply_level(engine, [w for w in works if w.row.pgt_id in level], cut, begin, initiated_by)
             begin = time.monotonic()
+        if before_commit is not None:
+            for work in works:
+                before_commit(work)
         _check_passed(engine, works, ids)
         engine.elsewhere.prove(works)
         _raise_first(works)

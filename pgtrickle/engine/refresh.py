@@ -104,16 +104,24 @@ class Engine:
                 raise _dropped(names.get(id_, f"stream table {id_}"))
         return [results[id_] for id_ in ids if id_ in results]
 
-    def attempt(self, ids: Sequence[int], initiated_by: str, *, atomic: bool = False) -> Outcome:
+    def attempt(
+        self,
+        ids: Sequence[int],
+        initiated_by: str,
+        *,
+        atomic: bool = False,
+        before_commit: Callable[[Work], None] | None = None,
+    ) -> Outcome:
         """Refresh what no other process has; one that fails does not stop the others, nor those that read it.
 
-        Atomic: readers see all of them before the refresh or all after it.
+        Atomic: readers see all of them before the refresh or all after it. What is to happen before the commit, in its
+        snapshot, does not where they cannot be refreshed in one transaction this time.
         """
         self.statements.clear()
         with self.claims.lease.kept(), trusting_only_catalog(self.conn), pooled_for_now(self.conn):
             levels = self._levels(ids)
-            if atomic and len(ids) > 1:
-                together = refresh_together(self, levels, initiated_by)
+            if atomic and (len(ids) > 1 or before_commit is not None):
+                together = refresh_together(self, levels, initiated_by, before_commit)
                 if together is not None:
                     self._name_failures(together)
                     return together

@@ -22,7 +22,7 @@ from tests.support.database import TestDatabase
 EXECUTABLE = Path(sys.executable).parent / "pgtrickle"
 COMMANDS = [
     *("install", "uninstall", "upgrade", "create", "alter", "drop", "refresh"),
-    *("list", "status", "explain", "history", "doctor", "demo", "run", "prepare"),
+    *("list", "status", "explain", "history", "doctor", "demo", "run", "prepare", "verify"),
     *("wait", "pause", "resume", "drain", "top", "profile", "tune"),
 ]
 ORDERS = (

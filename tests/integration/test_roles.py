@@ -92,6 +92,30 @@ def test_the_service_refreshes_for_owners_whose_tables_it_may_not_read(roles: Ro
                 assert_equal_to_query(conn, name, query)
 
 
+def test_the_service_verifies_for_owners_whose_tables_it_may_not_read(roles: Roles) -> None:
+    alice = roles.alice
+    query = f"SELECT id, upper(kind) AS kind, amount FROM {alice}.orders WHERE amount > 3"
+    name = create(roles, alice, "rows", query)
+    with pgtrickle.connect(roles.database.dsn_as(roles.service)) as db:
+        roles.sql(alice, f"UPDATE {alice}.orders SET amount = amount + 1 WHERE id % 4 = 0")
+        (found,) = db.verify(name)
+        assert (found.equal, found.rows) == (True, 17)
+        with psycopg.connect(roles.database.superuser_dsn, autocommit=True) as superuser:
+            superuser.execute("SET session_replication_role = replica")
+            superuser.execute(f"UPDATE {name} SET kind = 'other' WHERE id = 7".encode())
+        (found,) = db.verify(name)
+    assert (found.equal, found.missing_rows, found.unexpected_rows) == (
+        False,
+        (("7", "K1", "7.00"),),
+        (("7", "other", "7.00"),),
+    )
+    with (
+        pgtrickle.connect(roles.database.dsn_as(roles.bob)) as db,
+        pytest.raises(PgtrickleError, match=r"permission|may not"),
+    ):
+        db.verify(name)
+
+
 def test_a_revoked_right_suspends_the_stream_table(roles: Roles) -> None:
     alice, bob = roles.alice, roles.bob
     roles.sql(alice, f"GRANT USAGE ON SCHEMA {alice} TO {bob}", f"GRANT SELECT, TRIGGER ON {alice}.orders TO {bob}")

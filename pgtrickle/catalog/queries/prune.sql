@@ -3,6 +3,10 @@ WITH history AS (
     DELETE FROM pgtrickle.pgt_refresh_history WHERE start_time < now() - make_interval(days => %(days)s)
 ), events AS (
     DELETE FROM pgtrickle.pgt_events WHERE at < now() - make_interval(days => %(days)s)
+), verifications AS (
+    -- The last one of each stream table stays.
+    DELETE FROM pgtrickle.pgt_verifications v WHERE v.at < now() - make_interval(days => %(days)s)
+      AND EXISTS (SELECT FROM pgtrickle.pgt_verifications n WHERE n.pgt_id = v.pgt_id AND n.at > v.at)
 ), requests AS (
     DELETE FROM pgtrickle.pgt_requests WHERE status IN ('DONE', 'FAILED') AND finished_at < now() - interval '1 day'
 ), abandoned AS (

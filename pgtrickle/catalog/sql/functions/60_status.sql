@@ -4,13 +4,15 @@ CREATE OR REPLACE FUNCTION pgtrickle.pgt_status()
 RETURNS TABLE (
     pgt_id bigint, pgt_schema text, pgt_name text, status text, status_reason text, refresh_mode text, effective_mode text,
     mode_reason text, schedule text, staleness interval, data_timestamp timestamptz, reinit_reason text,
-    consecutive_errors integer, last_error text, last_refresh_at timestamptz, last_action text, last_status text)
+    consecutive_errors integer, last_error text, last_refresh_at timestamptz, last_action text, last_status text,
+    verified_at timestamptz, verified text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT s.pgt_id, coalesce(n.nspname, s.pgt_schema), coalesce(c.relname, s.pgt_name), s.status,
            coalesce(s.status_reason, pgtrickle._ownership_problem(s.pgt_id)),
            s.refresh_mode, s.effective_mode, s.mode_reason, s.schedule, make_interval(secs => f.staleness), s.data_timestamp,
-           s.reinit_reason, s.consecutive_errors, s.last_error, h.end_time, h.action, h.status
+           s.reinit_reason, s.consecutive_errors, s.last_error, h.end_time, h.action, h.status,
+           v.at, CASE WHEN v.equal THEN 'equal' WHEN NOT v.equal THEN 'different' END
     FROM pgtrickle.pgt_visible_stream_tables AS s
     LEFT JOIN pgtrickle._freshness() AS f USING (pgt_id)
     LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
@@ -19,6 +21,9 @@ AS $$
         SELECT r.end_time, r.action, r.status FROM pgtrickle.pgt_refresh_history AS r
         WHERE r.pgt_id = s.pgt_id ORDER BY r.refresh_id DESC LIMIT 1
     ) AS h ON true
+    LEFT JOIN LATERAL (
+        SELECT r.at, r.equal FROM pgtrickle.pgt_verifications AS r WHERE r.pgt_id = s.pgt_id ORDER BY r.verification_id DESC LIMIT 1
+    ) AS v ON true
     ORDER BY 2, 3
 $$;
 

@@ -11,7 +11,7 @@ GRANT CREATE ON SCHEMA pgtrickle_views TO pg_database_owner;
 
 REVOKE ALL ON ALL TABLES IN SCHEMA pgtrickle FROM PUBLIC;
 GRANT SELECT ON pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking, pgtrickle.pgt_schema_version, pgtrickle.pgt_foreign_tables,
-    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers, pgtrickle.pgt_foreign_functions, pgtrickle.pgt_identity,
+    pgtrickle.pgt_sharded_tables, pgtrickle.pgt_shards, pgtrickle.pgt_consumers, pgtrickle.pgt_foreign_functions, pgtrickle.pgt_identity, pgtrickle.pgt_verifications,
     pgtrickle.pgt_visible_stream_tables, pgtrickle.pgt_visible_history, pgtrickle.pgt_visible_jobs, pgtrickle.pgt_visible_events,
     pgtrickle.pgt_usable_databases, pgtrickle.pgt_own_requests, pgtrickle.pg_stat_stream_tables, pgtrickle.server_worker_inventory,
     pgtrickle.citus_status, pgtrickle.st_locks TO PUBLIC;

@@ -1,0 +1,202 @@
+"""`verify`: equal where nothing happened, however busy the sources are, and exact about what somebody changed by hand."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from click.testing import CliRunner
+
+import pgtrickle
+from pgtrickle.cli.main import cli
+from pgtrickle.errors import PgtrickleError
+from tests.support.database import TestDatabase
+from tests.support.three import QUERIES as ACROSS
+from tests.support.three import Three
+
+pytestmark = pytest.mark.pgversions
+
+QUERIES = {
+    "keyed": "SELECT id, kind, amount FROM sale WHERE amount > 5",
+    "keyless": "SELECT kind, amount FROM sale",
+    "summed": "SELECT kind, count(*) AS n, sum(amount) AS total FROM sale GROUP BY kind",
+    "floats": "SELECT kind, sum(weight) AS weight, avg(weight) AS mean FROM sale GROUP BY kind",
+    "padded": "SELECT s.id, s.kind, k.label FROM sale s LEFT JOIN kind k ON k.kind = s.kind",
+    "recomputed": "SELECT kind, max(amount) AS most, array_agg(id ORDER BY id) AS ids FROM sale GROUP BY kind",
+    "documents": "SELECT id, document, place FROM sale",
+    "timed": "SELECT id, kind FROM sale WHERE at < now()",
+}
+
+
+@pytest.fixture
+def db(database: TestDatabase, conn: psycopg.Connection) -> Iterator[pgtrickle.Database]:
+    conn.execute(
+        "CREATE TABLE kind (kind text PRIMARY KEY, label text);"
+        "CREATE TABLE sale (id int PRIMARY KEY, kind text, amount numeric(10, 2), weight float8, document json, place point,"
+        " at timestamptz DEFAULT now());"
+        "INSERT INTO kind VALUES ('k0', 'zero'), ('k1', NULL);"
+        "INSERT INTO sale (id, kind, amount, weight, document, place) SELECT n, 'k' || n % 3, n % 17, n / 7.0,"
+        " json_build_object('n', n), point(n, 1) FROM generate_series(1, 200) AS n"
+    )
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        yield db
+
+
+@pytest.fixture
+def by_hand(database: TestDatabase) -> Iterator[psycopg.Connection[Any]]:
+    """A superuser whose writes no trigger sees, neither the guard's nor a capture's."""
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
+        superuser.execute("SET session_replication_role = replica")
+        yield superuser
+
+
+def test_what_is_right_is_equal(db: pgtrickle.Database, conn: psycopg.Connection) -> None:
+    for name, query in QUERIES.items():
+        db.create_stream_table(name, query)
+    conn.execute("UPDATE sale SET amount = amount + 1, weight = weight * 1.1 WHERE id % 5 = 0")
+    conn.execute("DELETE FROM sale WHERE id < 10")
+    for found in db.verify(list(QUERIES)):
+        assert (found.equal, found.missing, found.unexpected, found.reason) == (True, 0, 0, None), found
+        assert found.rows == conn.execute(f"SELECT count(*) FROM {found.name}".encode()).fetchone()[0]  # type: ignore[index]
+    recorded = conn.execute("SELECT count(*), bool_and(equal) FROM pgtrickle.pgt_verifications").fetchone()
+    assert recorded == (len(QUERIES), True)
+    assert set(
+        conn.execute("SELECT verified, verified_at > now() - interval '1 hour' FROM pgtrickle.pgt_status()")
+    ) == {("equal", True)}
+
+
+def test_rows_changed_lost_and_doubled_by_hand_are_found(
+    db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    for name in ("keyed", "keyless", "documents"):
+        db.create_stream_table(name, QUERIES[name])
+    by_hand.execute("UPDATE keyed SET kind = 'other' WHERE id = 10")
+    by_hand.execute("DELETE FROM keyed WHERE id = 11")
+    by_hand.execute(
+        "INSERT INTO keyless (kind, amount, __pgt_row_id) SELECT kind, amount, __pgt_row_id FROM keyless LIMIT 1"
+    )
+    by_hand.execute("UPDATE documents SET document = '{}' WHERE id = 7")
+    keyed, keyless, documents = db.verify(["keyed", "keyless", "documents"])
+    assert (keyed.equal, keyed.missing, keyed.unexpected) == (False, 2, 1)
+    assert keyed.columns == ("id", "kind", "amount")
+    assert keyed.unexpected_rows == (("10", "other", "10.00"),)
+    assert sorted(keyed.missing_rows) == [("10", "k1", "10.00"), ("11", "k2", "11.00")]
+    assert (keyless.equal, keyless.missing, keyless.unexpected) == (False, 0, 1)
+    assert (documents.equal, documents.missing, documents.unexpected) == (False, 1, 1)
+    assert documents.unexpected_rows == (("7", "{}", "(7,1)"),)
+    events = conn.execute(
+        "SELECT payload ->> 'stream_table', payload ->> 'missing' FROM pgtrickle.events() WHERE event = 'verification_failed'"
+    ).fetchall()
+    assert sorted(events) == [("public.documents", "1"), ("public.keyed", "2"), ("public.keyless", "0")]
+    states: dict[str, str] = dict(
+        conn.execute("SELECT pgt_name, status || ' ' || verified FROM pgtrickle.pgt_status()").fetchall()
+    )
+    assert states == dict.fromkeys(("keyed", "keyless", "documents"), "ACTIVE different")
+    for name in ("keyed", "keyless", "documents"):
+        assert db.reinitialize(name, "by a test").action == "REINITIALIZE"
+    assert all(found.equal for found in db.verify(["keyed", "keyless", "documents"]))
+
+
+def test_a_change_that_was_lost_is_found(
+    db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    db.create_stream_table("summed", QUERIES["summed"])
+    conn.execute("UPDATE sale SET amount = amount + 1 WHERE id = 1")
+    (buffers,) = by_hand.execute(
+        "SELECT array_agg(buffer_relid::text) FROM pgtrickle.pgt_change_tracking"
+    ).fetchone() or ([],)
+    for buffer in buffers:
+        by_hand.execute(f"DELETE FROM {buffer}".encode())
+    conn.execute("UPDATE sale SET amount = amount + 1 WHERE id = 2")
+    (found,) = db.verify("summed")
+    assert (found.equal, found.missing, found.unexpected) == (False, 1, 1)
+    assert found.missing_rows[0][0] == "k1"
+
+
+def test_busy_sources_make_no_difference(
+    db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection
+) -> None:
+    """What is committed between the refresh and the comparison belongs to neither."""
+    for name in ("keyed", "keyless", "summed"):
+        db.create_stream_table(name, QUERIES[name])
+    over = threading.Event()
+    written = 0
+
+    def write() -> None:
+        nonlocal written
+        with psycopg.connect(database.direct_dsn, autocommit=True) as writer:
+            while not over.is_set():
+                writer.execute("UPDATE sale SET amount = amount + 1 WHERE mod(id, 40) = %s", (written % 40,))
+                writer.execute("INSERT INTO sale (id, kind, amount) VALUES (%s, 'k9', 6)", (1000 + written,))
+                written += 1
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        for _ in range(5):
+            before = written
+            for found in db.verify(["keyed", "keyless", "summed"]):
+                assert found.equal, found
+            assert written > before
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_floats_may_differ_in_their_last_digits(db: pgtrickle.Database, by_hand: psycopg.Connection) -> None:
+    db.create_stream_table("floats", QUERIES["floats"])
+    by_hand.execute("UPDATE floats SET weight = weight * (1 + 1e-13)")
+    assert db.verify("floats")[0].equal
+    by_hand.execute("UPDATE floats SET weight = weight * (1 + 1e-6) WHERE kind = 'k0'")
+    (found,) = db.verify("floats")
+    assert (found.equal, found.missing, found.unexpected) == (False, 1, 1)
+
+
+def test_equal_is_what_postgresql_takes_for_equal(
+    db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    conn.execute("CREATE TABLE n (id int PRIMARY KEY, x numeric); INSERT INTO n VALUES (1, 1.0), (2, 2)")
+    db.create_stream_table("numbers", "SELECT id, x FROM n")
+    by_hand.execute("UPDATE numbers SET x = 1.00 WHERE id = 1")
+    assert db.verify("numbers")[0].equal
+
+
+def test_what_reads_other_databases_is_not_compared_and_says_so(three: Three) -> None:
+    with pgtrickle.connect(three.home.dsn) as db:
+        db.create_stream_table("across", next(iter(ACROSS.values())), initialize=False)
+        (found,) = db.verify("across")
+        assert found.equal is None
+        assert "reads other databases" in (found.reason or "")
+
+
+def test_the_command(
+    db: pgtrickle.Database, database: TestDatabase, by_hand: psycopg.Connection, tmp_path: Path
+) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"])
+    db.create_stream_table("summed", QUERIES["summed"])
+    runner = CliRunner()
+    arguments = ["--dsn", database.dsn, "verify"]
+    done = runner.invoke(cli, [*arguments, "--all"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("\tequal\t") == 2
+    by_hand.execute("UPDATE keyed SET kind = 'secret' WHERE id = 10")
+    done = runner.invoke(cli, [*arguments, "--all", "--evidence", str(tmp_path / "e.json")])
+    assert isinstance(done.exception, PgtrickleError)
+    assert "1 of 2 stream tables differ from their queries: public.keyed" in str(done.exception)
+    assert "secret" in done.stdout
+    (evidence,) = json.loads((tmp_path / "e.json").read_text())
+    assert (evidence["stream_table"], evidence["missing"], evidence["unexpected"]) == ("public.keyed", 1, 1)
+    assert len(evidence["verifications"]) == 2
+    assert "secret" not in json.dumps(evidence)
+    assert "amount > 5" not in json.dumps(evidence)
+    done = runner.invoke(cli, [*arguments, "keyed", "--evidence", str(tmp_path / "d.json"), "--with-data", "--repair"])
+    assert done.exit_code == 0, done.output
+    assert "computed anew: public.keyed" in done.stderr
+    assert "secret" in (tmp_path / "d.json").read_text()
+    assert db.verify("keyed")[0].equal
