@@ -95,7 +95,7 @@ class Engine:
 
         Refreshes whatever can be, and raises afterwards what went wrong.
         """
-        names = {row.pgt_id: row.label for row in self.rows(ids)}
+        names = self._names(ids)
         outcome = self.attempt(ids, initiated_by)
         outcome.raise_problems(len(ids))
         results = {result.pgt_id: result for result in outcome.results}
@@ -140,14 +140,15 @@ class Engine:
         """Add the names of what failed, and replace the error of what was dropped in the meantime."""
         if not outcome.failures:
             return
-        found = self.conn.execute(
-            "SELECT pgt_id, format('%%I.%%I', pgt_schema, pgt_name) FROM pgtrickle.pgt_stream_tables"
-            " WHERE pgt_id = ANY (%s)",
-            (list(outcome.failures),),
-        ).fetchall()
-        outcome.names |= dict(found)
-        for id_ in outcome.failures.keys() - dict(found).keys():
+        found = self._names(list(outcome.failures))
+        outcome.names |= found
+        for id_ in outcome.failures.keys() - found.keys():
             outcome.failures[id_] = _dropped(outcome.names.get(id_, f"stream table {id_}"))
+
+    def _names(self, ids: Sequence[int]) -> dict[int, str]:
+        """The names of stream tables, as they are written in SQL."""
+        query = "SELECT pgt_id, format('%%I.%%I', pgt_schema, pgt_name) FROM pgtrickle.pgt_stream_tables"
+        return dict(self.conn.execute(f"{query} WHERE pgt_id = ANY (%s)", (list(ids),)).fetchall())
 
     def subscribe(self, pgt_id: int) -> None:
         """Have the changes captured that a stream table reads in other databases."""
