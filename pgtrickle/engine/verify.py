@@ -23,7 +23,7 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import RefreshError
+from pgtrickle.errors import PrivilegeError, RefreshError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine
@@ -62,6 +62,12 @@ class Verification:
 def verify(engine: Engine, pgt_id: int) -> Verification:
     """Refresh the stream table and compare it with its query; raises what the refresh raises."""
     row = engine.row(pgt_id)
+    may_refresh = engine.conn.execute("SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')").fetchone()
+    if may_refresh != (True,):
+        raise PrivilegeError(
+            f"role {engine.conn.info.user} may not verify {row.label}: that takes a refresh",
+            "Let the role do it that installed the catalog, or the one that the service runs as.",
+        )
     reason = _cannot_compare(engine.conn, row)
     if reason is not None:
         return Verification(pgt_id, row.label, None, reason)

@@ -109,10 +109,7 @@ def test_the_service_verifies_for_owners_whose_tables_it_may_not_read(roles: Rol
         (("7", "K1", "7.00"),),
         (("7", "other", "7.00"),),
     )
-    with (
-        pgtrickle.connect(roles.database.dsn_as(roles.bob)) as db,
-        pytest.raises(PgtrickleError, match=r"permission|may not"),
-    ):
+    with pgtrickle.connect(roles.database.dsn_as(alice)) as db, pytest.raises(PgtrickleError, match="may not verify"):
         db.verify(name)
 
 
