@@ -71,6 +71,7 @@ class Connections:
     _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
     looks: dict[tuple[str, str], str] = field(default_factory=dict)  # by database and consumer, at its last refresh
     _lock: Lock = field(default_factory=Lock)
+    _ended: bool = False
 
     @contextmanager
     def open(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
@@ -101,6 +102,12 @@ class Connections:
 
     def close(self) -> None:
         self.close_idle(0)
+
+    def end(self) -> None:
+        """Close them all; those in use when they are given back."""
+        with self._lock:
+            self._ended = True
+        self.close()
 
     def close_idle_to(self, dsn: str) -> None:
         """Close connections to one database that are not in use."""
@@ -145,11 +152,12 @@ class Connections:
         return conn
 
     def _give(self, dsn: str, conn: psycopg.Connection[Any]) -> None:
-        if conn.closed or conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-            conn.close()
-            return
+        of_use = not conn.closed and conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE
         with self._lock:
-            self._idle[dsn].append((time.monotonic(), conn))
+            if of_use and not self._ended:
+                self._idle[dsn].append((time.monotonic(), conn))
+                return
+        conn.close()
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Close connections that were not needed for a while."""

@@ -56,7 +56,7 @@ class Service:
             launcher.stop(5.0)
         self.watch.stop()
         self.broker.stop()
-        self.watch.connections.close()
+        self.watch.connections.end()
         self.beside.close()
         return finished
 

@@ -167,9 +167,9 @@ def bank(
 def test_no_refresh_shows_half_a_transaction(bank: Bank, seconds: float) -> None:
     with bank.busy():
         bank.over.wait(seconds)
+        bank.goes_on(3)  # however busy the machine is
     print(f"{bank.refreshes} refreshes, {sum(bank.written)} transactions: {bank.written}, {len(bank.told)} put off")
     bank.assert_exact()
-    assert bank.refreshes > 2
 
 
 @pytest.mark.long

@@ -20,6 +20,7 @@ from psycopg import sql
 import pgtrickle
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
+from pgtrickle.engine.reach import Connections
 from pgtrickle.monitor.http import serve_http
 from pgtrickle.service import launcher as launcher_module
 from pgtrickle.service.service import Service
@@ -159,3 +160,16 @@ def test_a_drained_database_can_be_copied_and_renamed(server: EmbeddedServer) ->
                 conn.execute("SELECT pgtrickle.resume()")
                 conn.execute("CALL pgtrickle.refresh_and_wait('items')")
             assert service.launchers[0].databases[database.name].served
+
+
+def test_a_connection_in_use_at_the_end_is_closed_when_it_is_given_back(database: TestDatabase) -> None:
+    """A look at another database may still run when the service has stopped."""
+    prepare(database.dsn)
+    connections = Connections()
+    with connections.open("other", database.dsn) as kept:
+        pass
+    with connections.open("other", database.dsn) as conn:
+        assert conn is kept
+        connections.end()
+        assert not conn.closed
+    assert conn.closed
