@@ -389,7 +389,7 @@ class Database(OtherDatabases):
         return [verify(self.engine, id_) for id_ in self._ids_of(names)]
 
     def reinitialize(self, name: str, reason: str) -> RefreshResult:
-        """Compute a stream table anew, whatever is stored of it."""
+        """Re-initialize a stream table: replace its contents with the result of its query."""
         id_ = self.id_of(name)
         self.engine.mark_reinit(id_, reason)
         (result,) = self.engine.refresh([id_])

@@ -31,7 +31,7 @@ Exit code 1 if one differs."""
 )
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
-@click.option("--repair", is_flag=True, help="Compute those anew that differ.")
+@click.option("--repair", is_flag=True, help="Re-initialize the stream tables that differ.")
 @click.option(
     "--evidence",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
@@ -78,12 +78,12 @@ def verify(
     if differing and evidence is not None:
         click.echo(f"evidence: {evidence}", err=True)
     if repaired:
-        click.echo(f"computed anew: {', '.join(result.name for result in repaired)}", err=True)
+        click.echo(f"re-initialized: {', '.join(result.name for result in repaired)}", err=True)
     elif differing:
         named = ", ".join(one.name for one in differing)
         raise PgtrickleError(
             f"{len(differing)} of {len(found)} stream tables differ from their queries: {named}",
-            "`pgtrickle verify --repair` computes them anew. Please report it, with the file that --evidence writes.",
+            "Run `pgtrickle verify --repair` to re-initialize them, and please report it with the file that --evidence writes.",
         )
 
 

@@ -197,6 +197,6 @@ def test_the_command(
     assert "amount > 5" not in json.dumps(evidence)
     done = runner.invoke(cli, [*arguments, "keyed", "--evidence", str(tmp_path / "d.json"), "--with-data", "--repair"])
     assert done.exit_code == 0, done.output
-    assert "computed anew: public.keyed" in done.stderr
+    assert "re-initialized: public.keyed" in done.stderr
     assert "secret" in (tmp_path / "d.json").read_text()
     assert db.verify("keyed")[0].equal

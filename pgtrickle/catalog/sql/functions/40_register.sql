@@ -302,7 +302,7 @@ BEGIN
         -- Looked at anew, at once.
         next_due = '-infinity', stretch = 1,
         reinit_reason = CASE WHEN _change.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
-        -- What was decided for another query, or for a mode that rules it out, is decided anew.
+        -- Forget the mode if the query changed, or if the new mode rules it out; the next refresh decides.
         effective_mode = CASE WHEN _change.query IS NULL AND coalesce(_change.refresh_mode, 'AUTO') IN ('AUTO', s.effective_mode) THEN s.effective_mode END,
         mode_reason = CASE WHEN coalesce(_change.query, _change.refresh_mode) IS NULL THEN s.mode_reason END,
         updated_at = now()

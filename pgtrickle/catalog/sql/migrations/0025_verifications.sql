@@ -1,4 +1,4 @@
--- What comparisons of stream tables with their queries found. No data of users: rows are only shown to who asks for the comparison.
+-- Results of comparing stream tables with their queries. Contains no user data: differing rows are shown only to the caller.
 CREATE TABLE pgtrickle.pgt_verifications (
     verification_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     pgt_id bigint NOT NULL REFERENCES pgtrickle.pgt_stream_tables ON DELETE CASCADE,
