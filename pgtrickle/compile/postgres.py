@@ -94,12 +94,13 @@ def form_sql(name: str, type_: PgType, form: Form) -> str:
     if type_.oid == DATE:
         return (
             f"CASE WHEN isfinite({name}) THEN ({name} - date {DATE_EPOCH})::bigint"
-            f" WHEN {name} > date {DATE_EPOCH} THEN 2147483647 ELSE -2147483648 END"
+            f" WHEN {name} > date {DATE_EPOCH} THEN 2147483647 WHEN {name} < date {DATE_EPOCH} THEN -2147483648 END"
         )
     if type_.oid in {TIMESTAMP, TIMESTAMPTZ}:
         return (
             f"CASE WHEN isfinite({name}) THEN (extract(epoch FROM {name}) * 1000000)::bigint"
-            f" WHEN {name} > {DATE_EPOCH} THEN 9223372036854775807 ELSE -9223372036854775808 END"
+            f" WHEN {name} > {DATE_EPOCH} THEN 9223372036854775807"
+            f" WHEN {name} < {DATE_EPOCH} THEN -9223372036854775808 END"
         )
     if type_.is_decimal:
         # NaN is greater than every number, as one beyond the type's range is.

@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 import pgtrickle
-from tests.support.comparisons import TYPES_SQL, Tried, comparable_pairs, try_pair
-from tests.support.database import TestDatabase
+from pgtrickle.embedded.server import EmbeddedServer
+from tests.support.comparisons import OTHER, TYPES_SQL, Tried, comparable_pairs, try_pair
+from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 
 # PostgreSQL casts one side, both sides, or has an operator for both.
@@ -41,6 +42,41 @@ def test_all_pairs_of_types_compare_as_in_postgresql(conn: psycopg.Connection[An
     for left, right in pairs:
         total += try_pair(conn, db, left, right)
     print(f"{len(pairs)} pairs, {total.exact} stream tables exact, {total.modes}, {total.refused} not for PostgreSQL")
+    assert not total.differences, "\n".join(total.differences)
+
+
+@pytest.fixture
+def other(database: TestDatabase, server: EmbeddedServer, db: pgtrickle.Database) -> Iterator[psycopg.Connection[Any]]:
+    """A second database with the same types, known to the first one."""
+    with (
+        fresh_database(server, "comparisons_other") as second,
+        pgtrickle.connect(second.dsn) as source,
+        psycopg.connect(second.direct_dsn, autocommit=True) as there,
+    ):
+        source.install()
+        there.execute(TYPES_SQL)
+        db.add_database(OTHER, second.dsn)
+        yield there
+
+
+def test_types_of_two_databases_compare_as_in_postgresql(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, other: psycopg.Connection[Any]
+) -> None:
+    tried = try_pair(conn, db, "text", "character(5)", placements=("auto",), there=other)
+    assert not tried.differences, "\n".join(tried.differences)
+    assert tried.modes["DIFFERENTIAL"] >= 15, (tried.modes, tried.reasons)
+
+
+@pytest.mark.long
+def test_all_pairs_of_types_of_two_databases_compare_as_in_postgresql(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, other: psycopg.Connection[Any]
+) -> None:
+    pairs = comparable_pairs(conn)
+    total = Tried()
+    for left, right in pairs:
+        total += try_pair(conn, db, left, right, placements=("auto",), there=other)
+    print(f"{len(pairs)} pairs, {total.exact} stream tables exact, {total.modes}, {total.refused} not for PostgreSQL")
+    print("\n".join(sorted(total.reasons)))
     assert not total.differences, "\n".join(total.differences)
 
 
@@ -126,6 +162,37 @@ def test_values_keep_what_they_are_whatever_casts_a_type_has(
         "INSERT INTO r SELECT n + 10, s FROM r",
         "DELETE FROM l WHERE id % 2 = 0",
         "INSERT INTO l SELECT id + 10, s, p FROM l",
+    ):
+        conn.execute(change.encode())
+        db.refresh_all()
+        for name, query in queries.items():
+            assert_equal_to_query(conn, name, query)
+
+
+@pytest.mark.parametrize("placement", ["auto", "spark"])
+def test_days_that_are_missing_or_infinite_are_ordered_as_in_postgresql(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
+) -> None:
+    conn.execute("""
+        CREATE TABLE l (id integer PRIMARY KEY, day date, moment timestamp, at timestamptz);
+        CREATE TABLE r (n integer PRIMARY KEY, day date, moment timestamp, at timestamptz);
+        INSERT INTO l VALUES (1, '2026-01-01', '2026-01-01', '2026-01-01'), (2, NULL, NULL, NULL);
+        INSERT INTO r SELECT * FROM l;
+    """)
+    queries = {
+        "ends": "SELECT min(day) AS d0, max(day) AS d1, min(moment) AS m0, max(moment) AS m1, min(at) AS a0 FROM l",
+        "ends_of_groups": "SELECT id % 2 AS g, min(day) AS d0, max(moment) AS m1, min(at) AS a0 FROM l GROUP BY id % 2",
+        "earlier": "SELECT l.id, r.n FROM l JOIN r ON l.id = r.n AND (l.day < r.day OR l.at < r.at)",
+        "not_later": "SELECT l.id, r.n FROM l JOIN r ON l.id % 2 = r.n % 2 AND l.moment <= r.moment",
+        "others": "SELECT l.id, r.n FROM l LEFT JOIN r ON l.id % 2 = r.n % 2 AND l.day >= r.day",
+    }
+    for name, query in queries.items():
+        db.create_stream_table(name, query, placement=placement, refresh_mode="DIFFERENTIAL")
+    for change in (
+        "SELECT",
+        "INSERT INTO l VALUES (3, 'infinity', '-infinity', NULL), (4, NULL, 'infinity', '-infinity')",
+        "INSERT INTO r VALUES (3, NULL, NULL, 'infinity'), (4, '-infinity', '2026-01-02', NULL), (5, NULL, NULL, NULL)",
+        "UPDATE l SET day = NULL, moment = NULL, at = NULL WHERE id = 1; DELETE FROM r WHERE n = 2",
     ):
         conn.execute(change.encode())
         db.refresh_all()

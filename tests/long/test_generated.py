@@ -1,6 +1,7 @@
 """Generated queries, many of them, in batches that are refreshed together: each equals its query after every refresh.
 
-Placements take turns: another query finds more than the same one with the other placement.
+Placements take turns: another query finds more than the same one with the other placement. Queries of the mixed world
+compare values of different types and collations (the latter where the server has ICU: `--pg 15`).
 PGTRICKLE_GENERATED sets how many, PGTRICKLE_SEED which. A failure prints seed and number; `generated(seed, number)` gives
 the query again.
 """
@@ -21,6 +22,8 @@ from pgtrickle.errors import PgtrickleError
 from tests.support.corpus import SCHEMA_SQL
 from tests.support.database import TestDatabase
 from tests.support.generate import GeneratedQuery, admitted, generated
+from tests.support.kinds import SHOP, World
+from tests.support.mixed import MixedWorkload, mixed_world
 from tests.support.oracle import assert_equal_to_query
 from tests.support.sharing import shared_from
 from tests.support.workload import Workload
@@ -45,17 +48,17 @@ class _Case:
     mode: str | None
 
 
+@pytest.mark.parametrize("world", ["shop", "mixed"])
 @pytest.mark.parametrize("batch", range(-(-NUMBER // BATCH)))
-def test_generated_queries_are_exact_after_every_round(database: TestDatabase, batch: int) -> None:
+def test_generated_queries_are_exact_after_every_round(database: TestDatabase, batch: int, world: str) -> None:
     print(f"seed {SEED}, numbers from {batch * STRIDE}")
     size = min(BATCH, NUMBER - batch * BATCH)
     with psycopg.connect(database.direct_dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:
         db.install()
-        conn.execute(SCHEMA_SQL)
         conn.execute("CREATE SCHEMA st")
-        workload = Workload(SEED + batch)
+        sources, workload = _world(conn, world, SEED + batch)
         workload.load(conn)
-        found = (query for query in generated(SEED, batch * STRIDE) if admitted(conn, query))
+        found = (query for query in generated(SEED, batch * STRIDE, sources) if admitted(conn, query))
         queries = list(islice(found, size))
         assert queries[-1].number < (batch + 1) * STRIDE, "more queries are thrown away than the stride allows for"
         cases, full, wrong = _create(db, queries)
@@ -66,10 +69,20 @@ def test_generated_queries_are_exact_after_every_round(database: TestDatabase, b
                 failed = _refresh(db, conn, cases, first=number == 0)
             for case, error in failed:
                 wrong.append(f"{case.table}, round {number}: {error}\n{case.query.sql}")
+                print(wrong[-1], flush=True)
                 cases.remove(case)
     print(f"{full} of {len(queries)} run as FULL")
     assert not wrong, f"{len(wrong)} of {len(queries)}, seed {SEED}:\n\n" + "\n\n".join(wrong)
     assert full <= MOST_FULL * len(queries)
+
+
+def _world(conn: psycopg.Connection[Any], name: str, seed: int) -> tuple[World, Workload | MixedWorkload]:
+    """Create the sources of a world; gives what changes them, too."""
+    if name == "mixed":
+        mixed = mixed_world(conn)
+        return mixed, MixedWorkload(seed, mixed)
+    conn.execute(SCHEMA_SQL)
+    return SHOP, Workload(seed)
 
 
 def _create(db: Database, queries: list[GeneratedQuery]) -> tuple[list[_Case], int, list[str]]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.support.kinds import LITERALS, ORDERED, PATTERNS, TYPES, Value
+from tests.support.kinds import LITERALS, LOOSE, ORDERED, PATTERNS, TYPES, WORDS, Value, World
 
 _NUMBERS = {"int": "big", "money": "loose", "big": "loose", "loose": "loose"}
 _FORMS = {
@@ -18,6 +18,22 @@ _FORMS = {
     "text": ("coalesce({}, {})", "{} || '-' || {}", "lower({})", "nullif({}, {})", "left({}, 2)"),
     "bool": ("{} AND {}", "{} OR {}"),
 }
+# Where two or more values of different types are compared.
+_MIXED = (
+    "{} = {}",
+    "{} <> {}",
+    "{} IS DISTINCT FROM {}",
+    "({}, {}) = ({}, {})",
+    "{} IN ({}, {})",
+    "{} = ANY (ARRAY[{}, {}])",
+    "{} <> ALL (ARRAY[{}, {}])",
+    "CASE {} WHEN {} THEN true WHEN {} THEN false END",
+    "nullif({}, {}) IS NULL",
+    "coalesce({}, {}) = {}",
+    "{} BETWEEN {} AND {}",
+    "greatest({}, {}) = {}",
+    "{} IN (VALUES ({}), ({}))",
+)
 
 
 @dataclass
@@ -25,6 +41,7 @@ class Expressions:
     """Makes expressions by one source of chance. Only values that are not worn are given to it."""
 
     rng: random.Random
+    world: World
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -42,13 +59,19 @@ class Expressions:
             case share if share < 0.27:
                 return f"{rng.choice(scope).sql} IS {rng.choice(('', 'NOT '))}NULL"
         value = rng.choice(scope)
+        if self.world.is_mixed and self.chance(0.4):
+            others = [other for other in scope if self.world.are_comparable(value, other)]
+            form = rng.choice(_MIXED)
+            return form.format(value.sql, *(other.sql for other in rng.choices(others, k=form.count("{}") - 1)))
         if value.kind == "bool":
             return rng.choice(("{}", "NOT {}", "{} IS TRUE", "{} IS NOT FALSE")).format(value.sql)
         if value.kind == "text" and self.chance(0.3):
             return f"{value.sql} {rng.choice(('LIKE', 'NOT LIKE', 'ILIKE'))} {rng.choice(PATTERNS)}"
         if value.kind not in LITERALS:
             return f"{value.sql} IS NOT NULL"
-        return self._comparison(value, [other for other in scope if other.kind == value.kind and other is not value])
+        return self._comparison(
+            value, [other for other in scope if self.world.are_comparable(other, value) and other is not value]
+        )
 
     def _comparison(self, value: Value, same: list[Value]) -> str:
         rng = self.rng
@@ -131,8 +154,9 @@ class Expressions:
             found.append(("big", call("count", kind, "big")))
             if kind in _NUMBERS:
                 found.append((_NUMBERS[kind], call("sum", kind, _NUMBERS[kind], worn=kind == "loose")))
-            if kind in ORDERED or kind in {"text", "kind"}:
-                found.append((kind, call("min max", kind, kind, worn=kind in {"loose", "span"})))
+            if kind in ORDERED or kind in WORDS:
+                result = "text" if kind == "varchar" else kind
+                found.append((result, call("min max", kind, result, worn=kind in LOOSE)))
             if kind in {"int", "money"}:
                 found.append(("loose", call("avg", kind, "loose")))
         by_kind = {

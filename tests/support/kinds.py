@@ -1,4 +1,4 @@
-"""Kinds of values in the corpus's sources, for queries that are generated."""
+"""Kinds of values in the sources that queries are generated over."""
 
 from __future__ import annotations
 
@@ -20,8 +20,20 @@ TYPES = {
     "span": "interval",
     "kind": "shop.product_kind",
     "list": "integer[]",
+    "small": "smallint",
+    "real": "real",
+    "char": "character(5)",
+    "varchar": "character varying(8)",
+    "nocase": "text",
+    "stamp": "timestamp",
 }
-TABLES: dict[str, dict[str, str]] = {
+# Kinds that PostgreSQL compares with each other, and the kind of a column that a UNION makes of two of them.
+FAMILIES = {
+    **dict.fromkeys(("small", "int", "big", "money", "loose", "real", "float", "any number"), "any number"),
+    **dict.fromkeys(("text", "varchar", "char", "nocase", "any word"), "any word"),
+    **dict.fromkeys(("date", "stamp", "any day"), "any day"),
+}
+SHOP_TABLES: dict[str, dict[str, str]] = {
     "customers": {"id": "int", "region": "text", "tier": "text", "credit": "money", "joined": "date", "grade": "text"},
     "orders": {
         "id": "int",
@@ -49,8 +61,7 @@ TABLES: dict[str, dict[str, str]] = {
     "customer_regions": {"customer_id": "int", "tier": "text", "credit": "money", "region_code": "text"},
     "order_pairs": {"customer_id": "int", "status": "text"},
 }
-# Names that are about the same thing: joins over them find partners.
-MEETS = (
+SHOP_MEETS = (
     ("customer_id", "id", "manager_id", "order_id"),
     ("region", "code", "region_code"),
     ("sku", "sku"),
@@ -70,8 +81,15 @@ LITERALS: dict[str, Sequence[str]] = {
     "time": ("'2025-06-01 00:00+00'::timestamptz",),
     "span": ("'30 days'::interval", "'1 day'::interval"),
     "kind": ("'toy'::shop.product_kind", "'book'::shop.product_kind"),
+    "small": ("0", "1", "2"),
+    "real": ("0.1", "2.5"),
+    "char": ("'a'", "'ab'"),
+    "varchar": ("'a'", "'b'"),
+    "nocase": ("'A'", "'b'"),
+    "stamp": ("'2026-01-01'::timestamp",),
 }
-ORDERED = frozenset({"int", "big", "money", "loose", "date", "time", "span"})
+ORDERED = frozenset({"int", "big", "money", "loose", "date", "time", "span", "small", "stamp"})
+WORDS = frozenset({"text", "kind", "char", "varchar", "nocase"})
 KINDS_OF_OUTPUT = ("int", "int", "text", "text", "money", "bool", "date", "loose", "float", "big")
 PATTERNS = ("'n%'", "'%o%'", "'sku-0_'", "'%e'")
 
@@ -92,18 +110,37 @@ class Value:
     @property
     def is_loose(self) -> bool:
         """Equal values can print differently."""
-        return self.kind in {"loose", "span", "float"}
+        return self.kind in LOOSE or self.kind in FAMILIES.values()
+
+
+LOOSE = frozenset({"loose", "span", "float", "real", "nocase"})
 
 
 def fresh(values: Sequence[Value]) -> list[Value]:
     return [value for value in values if not value.worn]
 
 
-def pairs(left: Sequence[Value], right: Sequence[Value]) -> list[tuple[Value, Value]]:
-    """Values that can be compared, one of each side."""
-    return [(a, b) for a in fresh(left) for b in fresh(right) if a.kind == b.kind]
+@dataclass(frozen=True)
+class World:
+    """The sources of generated queries."""
+
+    schema: str
+    tables: dict[str, dict[str, str]]  # table -> column -> kind
+    meets: tuple[tuple[str, ...], ...]
+    """Names that are about the same thing: joins over them find partners."""
+    is_mixed: bool = False
+    """Whether values of different types are compared."""
+
+    def are_comparable(self, a: Value, b: Value) -> bool:
+        return a.kind == b.kind or (self.is_mixed and a.kind in FAMILIES and FAMILIES[a.kind] == FAMILIES.get(b.kind))
+
+    def pairs(self, left: Sequence[Value], right: Sequence[Value]) -> list[tuple[Value, Value]]:
+        """Values that can be compared, one of each side."""
+        return [(a, b) for a in fresh(left) for b in fresh(right) if self.are_comparable(a, b)]
+
+    def likely(self, found: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
+        """Those of the pairs that are about the same thing."""
+        return [(a, b) for a, b in found if any(a.column in names and b.column in names for names in self.meets)]
 
 
-def likely(found: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
-    """Those of the pairs that are about the same thing."""
-    return [(a, b) for a, b in found if any(a.column in names and b.column in names for names in MEETS)]
+SHOP = World("shop", SHOP_TABLES, SHOP_MEETS)
