@@ -24,6 +24,7 @@ from bench.targets import Verdict
 from bench.write_cost import SINGLE, Cost, insert_csv
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.engine.executors import FORMAT, Reading, as_option
+from pgtrickle.engine.large import STATEMENT_SECONDS
 from pgtrickle.engine.session import large_settings, spark_session
 from tests.support import citus as clusters
 
@@ -134,7 +135,15 @@ def _read(database: str, sources: list[tuple[EmbeddedServer, list[str]]], rows: 
                 assert row is not None
                 columns_of = sql.SQL("SELECT region, amount FROM {}")
                 texts = [columns_of.format(sql.Identifier(name)).as_string(conn) for name in tables]
-                task = Reading(server.dsn(database, "app"), row[0], {}, texts, columns)
+                task = Reading(
+                    server.dsn(database, "app"),
+                    row[0],
+                    {},
+                    [[text] for text in texts],
+                    columns,
+                    STATEMENT_SECONDS,
+                    STATEMENT_SECONDS,
+                )
                 reader = spark_session().read.format(FORMAT).schema("region STRING, amount BIGINT")
                 frames.append(reader.option("task", as_option(task)).load())
             together = frames[0]

@@ -27,7 +27,7 @@ Examples:
   pgtrickle verify --all --json
   pgtrickle verify revenue --evidence revenue.json --repair
 \b
-Exit code 1 if one differs."""
+Exit code 1 if one differs, or cannot be compared because its refresh fails."""
 )
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
@@ -84,6 +84,11 @@ def verify(
         raise PgtrickleError(
             f"{len(differing)} of {len(found)} stream tables differ from their queries: {named}",
             "Run `pgtrickle verify --repair` to re-initialize them, and please report it with the file that --evidence writes.",
+        )
+    if failed := [one.name for one in found if one.failed]:
+        raise PgtrickleError(
+            f"{len(failed)} of {len(found)} stream tables could not be compared: {', '.join(failed)}",
+            "The table says why. Once a refresh of such a stream table succeeds, verify it again.",
         )
 
 

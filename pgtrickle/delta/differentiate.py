@@ -121,7 +121,9 @@ def _marks(plan: Exists, left_change: Plan | None, right_change: Plan | None) ->
         left, right = plan.left, plan.right
         for mine, theirs in pairs:
             left = restrict(left, mine, Keys(right_change, theirs))
-            right = restrict(right, theirs, Keys(right_change, theirs))
+            # Rows that are left may meet the same partners as those that changed, and by their own type's equality be others.
+            if theirs.type.tells_apart(mine.type):
+                right = restrict(right, theirs, Keys(right_change, theirs))
         unchanged = Filter(plan.left, exp.false())
         terms.append(Flip(left, left_change or unchanged, right, right_change, plan.condition, plan.mark))
     return _all_of(terms, plan.columns)

@@ -16,6 +16,20 @@ from psycopg.waiting import Wait
 from pyarrow import csv
 
 from pgtrickle.engine.formats import PARSE, conversion
+from pgtrickle.errors import RefreshError
+
+# Bytes of one read that the driver holds. What is larger goes to Spark's executors.
+MOST_BYTES = 512 << 20
+
+
+class ResultTooLargeError(RefreshError):
+    """A query gives more than the driver holds."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the query gives more than {MOST_BYTES >> 20} MB at once, which only Spark's executors can read",
+            "Executors need connections of their own: connect to the server itself, not through a pooler.",
+        )
 
 
 class CopyOut(io.RawIOBase):
@@ -64,11 +78,15 @@ class CopyOut(io.RawIOBase):
         return len(given)
 
 
-def copy_out(conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema) -> pa.Table:
+def copy_out(
+    conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema, most: int | None = None
+) -> pa.Table:
     """The rows of a query as an Arrow table of the given schema."""
     command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
     with conn.cursor() as cursor, cursor.copy(command):
-        data = CopyOut(conn).take()
+        data = CopyOut(conn).take(most)
+        if most is not None and len(data) >= most:
+            raise ResultTooLargeError
     if not data:
         return schema.empty_table()
     read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), 1 << 28))

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import psycopg
 import pyarrow as pa
@@ -32,18 +34,22 @@ from pgtrickle.engine.formats import PARSE, WRITE, arrow_type, conversion
 FORMAT = "pgtrickle"
 # The attempt that names the attempts whose rows count, in the column of the weight.
 DONE = "done"
+# What a task fails with whose session was ended.
+WENT_ON = "pgtrickle: code of an owner went on after it was cancelled"
 _BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the workers read: one statement per task, all in one snapshot that the cut exported."""
+    """What the workers read: the statements of each task, all in one snapshot that the cut exported."""
 
     conninfo: str
     snapshot: str
     settings: dict[str, str]
-    statements: Sequence[str]
+    tasks: Sequence[Sequence[str]]
     columns: Sequence[tuple[str, str]]  # names and Spark's types
+    cancelled_after: float  # seconds that a statement may take
+    ended_after: float  # seconds after which its session is ended: an owner's code can trap the cancellation and go on
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ def as_option(task: Reading | Writing) -> str:
 
 
 @dataclass
-class _Statement(InputPartition):
-    text: str
+class _Task(InputPartition):
+    statements: Sequence[str]
 
 
 class _Reader(DataSourceReader):
@@ -82,21 +88,46 @@ class _Reader(DataSourceReader):
         self.reading = reading
 
     def partitions(self) -> Sequence[InputPartition]:
-        return [_Statement(text) for text in self.reading.statements]
+        return [_Task(statements) for statements in self.reading.tasks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        assert isinstance(partition, _Statement)
+        assert isinstance(partition, _Task)
+        for statement in partition.statements:
+            yield from self._read(statement)
+
+    def _read(self, statement: str) -> Iterator[pa.RecordBatch]:
         schema = pa.schema([(name, arrow_type(type_)) for name, type_ in self.reading.columns])
-        with psycopg.connect(self.reading.conninfo) as conn:
+        seconds = self.reading.cancelled_after
+        with psycopg.connect(self.reading.conninfo) as conn, self._ended_in_time(conn):
             conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(self.reading.snapshot))
             conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
             for name, value in self.reading.settings.items():
                 conn.execute("SELECT set_config(%s, %s, true)", (name, value))
-            command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(partition.text))
+            conn.execute(sql.SQL("SET LOCAL statement_timeout TO {}").format(sql.Literal(f"{seconds:.0f}s")))
+            command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(statement))
             with conn.cursor() as cursor, cursor.copy(command):
                 yield from parse_csv(CopyOut(conn), schema)
             conn.rollback()  # nothing that an owner's code left here runs at a commit
+
+    @contextmanager
+    def _ended_in_time(self, conn: psycopg.Connection[Any]) -> Iterator[None]:
+        ended = threading.Event()
+
+        def end() -> None:
+            ended.set()
+            with psycopg.connect(self.reading.conninfo) as other:
+                other.execute("SELECT pg_catalog.pg_terminate_backend(%s)", (conn.info.backend_pid,))
+
+        timer = threading.Timer(self.reading.ended_after, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except psycopg.Error as error:
+            raise RuntimeError(WENT_ON) if ended.is_set() else error from error
+        finally:
+            timer.cancel()
 
 
 def parse_csv(stream: io.RawIOBase, schema: pa.Schema) -> Iterator[pa.RecordBatch]:

@@ -30,6 +30,9 @@ log = logging.getLogger("pgtrickle.engine")
 READ_SECONDS = 660.0  # a minute more than the statement_timeout of a cut
 WRITE_SECONDS = 1860.0  # and than that of an apply
 
+WENT_ON = "its code went on after it was cancelled"
+_SUSPEND = "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = ANY (%s)"
+
 SEARCH_PATH = "SET LOCAL search_path TO pg_catalog, pg_temp"
 # What a transaction may have set for itself before an owner's code ran, and needs again afterwards.
 _LIMITS = ("search_path", "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout", "work_mem")
@@ -79,7 +82,7 @@ def blamed_for_timeouts(conn: psycopg.Connection[Any], ids: Sequence[int]) -> It
         yield
     except psycopg.Error as error:
         if isinstance(error, _TIMEOUTS) or (conn.broken and _is_timeout(error)):
-            _suspend(conn, ids, "its code ended the session that it ran in")
+            suspend(conn, ids, "its code ended the session that it ran in")
         raise
 
 
@@ -97,13 +100,11 @@ def _is_timeout(error: psycopg.Error) -> bool:
     )
 
 
-def _suspend(conn: psycopg.Connection[Any], ids: Sequence[int], reason: str) -> None:
+def suspend(conn: psycopg.Connection[Any], ids: Sequence[int], reason: str) -> None:
+    """Suspend stream tables over another connection: what runs on this one is over."""
     try:
         with another(conn) as other:
-            other.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = ANY (%s)",
-                (reason, list(ids)),
-            )
+            other.execute(_SUSPEND, (reason, list(ids)))
     except psycopg.Error:
         log.exception("stream tables cannot be suspended", extra={"pgt_ids": list(ids)})
 
@@ -111,11 +112,7 @@ def _suspend(conn: psycopg.Connection[Any], ids: Sequence[int], reason: str) -> 
 def _end(conn: psycopg.Connection[Any], backend: int, ids: Sequence[int]) -> None:
     try:
         with another(conn) as other:
-            other.execute(
-                "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED',"
-                " status_reason = 'its code went on after it was cancelled' WHERE pgt_id = ANY (%s)",
-                (list(ids),),
-            )
+            other.execute(_SUSPEND, (WENT_ON, list(ids)))
             other.execute("SELECT pg_catalog.pg_terminate_backend(%s)", (backend,))
     except psycopg.Error:
         log.exception("code of an owner cannot be ended", extra={"pgt_ids": list(ids)})

@@ -21,6 +21,7 @@ from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_na
 from pgtrickle.compile.text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.compile.wide import Slice
 from pgtrickle.delta.restrict import is_chain
+from pgtrickle.engine import copying
 from pgtrickle.engine.beside import Beside, Order
 from pgtrickle.engine.copying import copy_out
 from pgtrickle.engine.cut import set_local
@@ -53,10 +54,10 @@ class Reader:
     def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
         """The rows of a query as an Arrow table of the given schema."""
         if not self.database:
-            return copy_out(self.conn, statement, schema)
+            return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
         with told(self.database), self.conn.transaction():
             set_local(self.conn, self.settings)
-            return copy_out(self.conn, statement, schema)
+            return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
 
     def as_reader(
         self,

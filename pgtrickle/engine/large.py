@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,22 @@ from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.formats import spark_types
 from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.session import is_embedded, large_settings, spark_session
+from pgtrickle.engine.session import is_embedded, large_settings, large_tasks, spark_session
 from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.engine.spark_files import private_directory
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
+# As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.
+STATEMENT_SECONDS = 1800.0
+GRACE_SECONDS = 60.0
 _PART = 16 << 20
 _MOST_PARTS = 256
+_MOST_ROUNDS = 16
 _BLOCK = 8192
 _password_files: dict[tuple[str, str], Path] = {}
 _password_lock = threading.Lock()
+_reading = threading.Lock()  # one large refresh reads at a time: it leaves one of Spark's slots to the others
 
 
 @dataclass
@@ -64,7 +70,7 @@ class LargeWork:
 
     def fetch(self, job: Job, fetcher: Fetcher[DataFrame]) -> tuple[int, bool]:
         """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
-        with large_settings():
+        with _reading, large_settings():
             self._frames = job.fetch(fetcher)
             rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
         return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
@@ -119,9 +125,21 @@ class OnExecutors:
         shown = [statement.as_string(conn) for statement in self._statements(request)]
         self.statements += shown
         types = spark_types(request.schema)
-        reading = Reading(_worker_conninfo(conn), self._snapshot(request.reader), dict(self.settings), shown, types)
-        reader = spark_session().read.format(FORMAT).schema(", ".join(f"{name} {type_}" for name, type_ in types))
-        return self._keep(reader.option("task", as_option(reading)).load())
+        schema = ", ".join(f"{name} {type_}" for name, type_ in types)
+        reading = Reading(
+            _worker_conninfo(conn),
+            self._snapshot(request.reader),
+            dict(self.settings),
+            (),
+            types,
+            STATEMENT_SECONDS,
+            STATEMENT_SECONDS + GRACE_SECONDS,
+        )
+        frames = []
+        for tasks in _rounds(shown, large_tasks()):
+            option = as_option(replace(reading, tasks=tasks))
+            frames.append(self._keep(spark_session().read.format(FORMAT).schema(schema).option("task", option).load()))
+        return reduce(DataFrame.unionAll, frames)
 
     def consolidated(self, rows: DataFrame) -> DataFrame:
         names = [name for name in rows.columns if name != "w"]
@@ -166,6 +184,17 @@ class OnExecutors:
             ] or [request.statement(None, None)]
         parts = _parts(_largest_file(request.reader.conn, request.plan))
         return [request.statement(part, None) for part in parts] or [request.statement(None, None)]
+
+
+def _rounds(statements: Sequence[str], at_once: int | None) -> Iterator[list[Sequence[str]]]:
+    """The statements in tasks, and these in rounds of as many as may run at once."""
+    if at_once is None:
+        yield [[statement] for statement in statements]
+        return
+    number = min(len(statements), at_once * _MOST_ROUNDS)
+    tasks = [statements[i::number] for i in range(number)]
+    for i in range(0, number, at_once):
+        yield tasks[i : i + at_once]
 
 
 def _parts(size: int) -> list[sql.Composable]:

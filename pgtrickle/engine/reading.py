@@ -24,6 +24,7 @@ from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine import fence
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
+from pgtrickle.engine.copying import ResultTooLargeError
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere
@@ -187,6 +188,8 @@ class Reading:
             started = time.monotonic()
             if work.error is None and work.job is not None:
                 self._attempt(work, partial(self._fetch, work))
+            if isinstance(work.error, ResultTooLargeError) and not is_pooled(self.conn):
+                self._attempt(work, partial(self._fetch_large, work, cut))
             if isinstance(work.error, psycopg.DataError) and self._may_start_over(work):
                 self._attempt(work, partial(self._fetch_whole, work, cut, media))
             work.phases.fetch = time.monotonic() - started + together
@@ -252,16 +255,21 @@ class Reading:
             return
         work.settings = TRANSPORT | row.query_settings
         if not is_pooled(self.conn) and is_large(work, cut, self.large, self._readers_of):
-            from pgtrickle.engine.large import LargeWork
-
-            work.large = LargeWork(cut.conn, work.settings, self.statements)
-            work.fetcher = work.large.fetcher(self._readers(work, cut), work.windows, work.joined)
+            fetcher: Fetcher[Any] = self._on_executors(work, cut)
         else:
             key = (tuple(sorted(work.settings.items())), None if row.own else row.owner)
             medium = media.setdefault(key, InMemory(cut.conn, self.statements, work.settings))
-            work.fetcher = Fetcher(self._readers(work, cut), work.windows, medium, work.joined)
-        work.job.announce(work.fetcher)
-        work.needs_all = not work.fetcher.databases <= work.fetcher.readers.keys()
+            fetcher = Fetcher(self._readers(work, cut), work.windows, medium, work.joined)
+        work.fetcher = fetcher
+        work.job.announce(fetcher)
+        work.needs_all = not fetcher.databases <= fetcher.readers.keys()
+
+    def _on_executors(self, work: Work, cut: Cut) -> Fetcher[Any]:
+        """Make it a large refresh."""
+        from pgtrickle.engine.large import LargeWork
+
+        work.large = LargeWork(cut.conn, work.settings, self.statements)
+        return work.large.fetcher(self._readers(work, cut), work.windows, work.joined)
 
     def _readers(self, work: Work, cut: Cut) -> dict[str, Reader]:
         row = work.row
@@ -319,7 +327,7 @@ class Reading:
                 with self._ended_after(busy), self.conn.transaction(force_rollback=True):
                     set_local(self.conn, busy[0].settings)
                     read_together([work.fetcher for work in busy if work.fetcher is not None], medium)
-            except psycopg.Error:
+            except (psycopg.Error, ResultTooLargeError):
                 if self.conn.broken or self.conn.closed:
                     raise
 
@@ -329,11 +337,24 @@ class Reading:
             return nullcontext()
         return fence.read_as_owner(self.conn, [work.row.pgt_id for work in works])
 
+    @contextmanager
+    def _blamed_on_executors(self, work: Work) -> Iterator[None]:
+        """Suspend a stream table whose code had to be ended by an executor."""
+        from pgtrickle.engine.executors import WENT_ON
+
+        try:
+            yield
+        except PgtrickleError as error:
+            if WENT_ON in str(error.__cause__):
+                fence.suspend(self.conn, [work.row.pgt_id], fence.WENT_ON)
+            raise
+
     def _fetch(self, work: Work) -> None:
         assert work.job is not None
         assert work.fetcher is not None
         if work.large is not None:
-            work.rows_in, work.into_empty = work.large.fetch(work.job, work.fetcher)
+            with self._blamed_on_executors(work):
+                work.rows_in, work.into_empty = work.large.fetch(work.job, work.fetcher)
             return
         medium = work.fetcher.medium
         assert isinstance(medium, InMemory)
@@ -348,6 +369,14 @@ class Reading:
         work.parts = {fragment: part for fragment, part in parts.items() if part is not None}
         work.rows_in = sum(table.num_rows for table in work.tables.values())
         work.into_empty = work.job.stored is not None and work.tables[work.job.stored].num_rows == 0
+
+    def _fetch_large(self, work: Work, cut: Cut) -> None:
+        """Its sources are small, but what the query makes of them is not."""
+        assert work.job is not None
+        work.error = None
+        work.fetcher = self._on_executors(work, cut)
+        work.job.announce(work.fetcher)
+        self._fetch(work)
 
     @staticmethod
     def _may_start_over(work: Work) -> bool:

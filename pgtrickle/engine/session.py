@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -135,8 +136,22 @@ def is_embedded() -> bool:
     return _master().startswith("local")
 
 
+def large_tasks() -> int | None:
+    """How many tasks of a large refresh run at a time, so that others find a free slot; None on a cluster, which has many."""
+    match = re.fullmatch(r"local\[(\d+|\*)(?:,.*)?\]", _master())
+    if not is_embedded():
+        return None
+    slots = 1 if match is None else _cores() if match[1] == "*" else int(match[1])
+    return max(1, slots - 1)
+
+
 def _master() -> str:
-    return os.environ.get(MASTER_VARIABLE, "local[*]")
+    # One more than there are processors: see large_tasks().
+    return os.environ.get(MASTER_VARIABLE) or f"local[{_cores() + 1}]"
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 def stop_spark() -> None:

@@ -23,7 +23,7 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PrivilegeError, RefreshError
+from pgtrickle.errors import PrivilegeError
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine
@@ -54,13 +54,14 @@ class Verification:
     unexpected_rows: tuple[Row, ...] = ()
     query_seconds: float = 0.0  # of running the query and adding up its rows
     table_seconds: float = 0.0  # of reading the table and adding up its rows
+    failed: bool = False  # it could not be compared because it could not be refreshed
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def verify(engine: Engine, pgt_id: int) -> Verification:
-    """Refresh the stream table and compare it with its query; raises what the refresh raises."""
+    """Refresh the stream table and compare it with its query."""
     row = engine.row(pgt_id)
     may_refresh = engine.conn.execute("SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')").fetchone()
     if may_refresh != (True,):
@@ -79,13 +80,13 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
     for _ in range(ATTEMPTS):
         # What cannot be done in one transaction, such as a large change, is done in several; little is left for the next try.
         outcome = engine.attempt([pgt_id], "MANUAL", atomic=True, before_commit=compare)
-        outcome.raise_problems(1)
+        for error in outcome.problems.values():
+            reason = f"it could not be refreshed: {error}".splitlines()[0]
+            return Verification(pgt_id, row.label, None, reason, failed=True)
         if found and outcome.results:
             return found[0]
-    raise RefreshError(
-        f"{row.label} could not be compared with its query: what it reads was altered or changed too much meanwhile",
-        "Try again when less is written to its sources.",
-    )
+    reason = "what it reads was altered or changed too much meanwhile; try again when less is written to its sources"
+    return Verification(pgt_id, row.label, None, reason, failed=True)
 
 
 def _cannot_compare(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:

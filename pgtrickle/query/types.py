@@ -73,6 +73,13 @@ class PgType:
         same = self.oid == other.oid or (self.is_integer and other.is_integer)
         return same and (self.collation == other.collation or (self.deterministic and other.deterministic))
 
+    def tells_apart(self, other: PgType) -> bool:
+        """Whether no two different values of this type equal the same value of the other."""
+        if self.collation != other.collation and not (self.deterministic and other.deterministic):
+            return False
+        families = ({*INTEGERS, NUMERIC}, {FLOAT4, FLOAT8}, _STRINGS, {DATE, TIMESTAMP})
+        return self.oid == other.oid or any({self.oid, other.oid} <= family for family in families)
+
     def is_kept_apart_by(self, target: PgType) -> bool:
         """Whether values that differ still do after a cast to the other type."""
         if not (self.deterministic and target.deterministic) or target.typmod != -1:

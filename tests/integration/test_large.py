@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import large
+from pgtrickle.engine import copying, large
 from pgtrickle.engine.executors import Reading, as_option
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
@@ -108,10 +108,26 @@ def test_owners_of_their_own_and_a_service_that_may_read_nothing(database: TestD
         assert _stages(conn) == []
 
 
+def test_a_large_result_of_small_tables_is_left_to_executors(
+    database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "MOST_BYTES", 100_000)
+    conn.execute("CREATE TABLE n (id int PRIMARY KEY); INSERT INTO n SELECT generate_series(1, 60)")
+    query = "SELECT a.id AS a, b.id AS b, repeat('x', 100) AS t FROM n AS a CROSS JOIN n AS b"
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        db.create_stream_table("pairs", query)
+        assert_equal_to_query(conn, "pairs", query)
+        conn.execute("INSERT INTO n SELECT generate_series(100, 120); DELETE FROM n WHERE id < 5")
+        (result,) = db.refresh("pairs")
+        assert (result.action, result.rows_inserted, result.rows_deleted) == ("DIFFERENTIAL", 77 * 77 - 56 * 56, 464)
+        assert_equal_to_query(conn, "pairs", query)
+
+
 def test_no_password_reaches_spark(database: TestDatabase) -> None:
     with psycopg.connect(database.direct_dsn, password="se'cret:\\") as conn:
         conninfo = large._worker_conninfo(conn)
-        task = as_option(Reading(conninfo, "snapshot", {}, ["SELECT 1"], [("a", "STRING")]))
+        task = as_option(Reading(conninfo, "snapshot", {}, [["SELECT 1"]], [("a", "STRING")], 1.0, 2.0))
         assert "cret" not in task
         path = psycopg.conninfo.conninfo_to_dict(conninfo)["passfile"]
         assert Path(str(path)).read_text() == f"*:*:*:{conn.info.user}:se'cret\\:\\\\\n"

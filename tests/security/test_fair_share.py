@@ -8,7 +8,7 @@ import pytest
 from tests.security.roles import Roles
 from tests.support.service import running_service, until
 
-pytestmark = pytest.mark.direct("advisory locks need a session")
+pytestmark = [pytest.mark.pgversions, pytest.mark.direct("advisory locks need a session")]
 
 KEY = 4711
 HOLD = f"""

@@ -22,6 +22,8 @@ from tests.security.roles import Roles
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import until
 
+pytestmark = pytest.mark.pgversions
+
 NEEDED = "-c statement_timeout=30s"  # a test that would wait for ever fails instead
 
 

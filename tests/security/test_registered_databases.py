@@ -28,6 +28,8 @@ from tests.security.roles import Roles
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import until
 
+pytestmark = pytest.mark.pgversions
+
 _SHADOWS = """
 CREATE FUNCTION public.unnest(text[]) RETURNS SETOF text LANGUAGE plpgsql AS
     $$ BEGIN PERFORM {m}.evil(); RETURN QUERY SELECT pg_catalog.unnest($1); END $$;

@@ -19,6 +19,8 @@ from pgtrickle.service.service import Service
 from tests.security.roles import Roles
 from tests.support.service import serving, until
 
+pytestmark = pytest.mark.pgversions
+
 # Runs in a database of mallory's own, where it can only tell by the server's log that it ran.
 _EVIL = """
 CREATE SCHEMA evil;

@@ -101,8 +101,11 @@ BEGIN
     IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part) > pgtrickle._setting('max_buffer_rows')::bigint THEN
         UPDATE pgtrickle.pgt_consumers AS c SET snapshot = NULL, proof = NULL, former_proof = NULL
         WHERE c.source_stable_name = stable_name AND c.proof IS NOT NULL AND c.seen_at < clock_timestamp() - interval '10 minutes';
-        UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = 'more changes waited for it than max_buffer_rows while it was suspended'
-        WHERE s.status = 'SUSPENDED' AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL
+        UPDATE pgtrickle.pgt_stream_tables AS s
+        SET reinit_reason = CASE WHEN s.status = 'SUSPENDED' THEN 'more changes waited for it than max_buffer_rows while it was suspended'
+                                 ELSE 'more changes waited for it than max_buffer_rows while it was not refreshed' END
+        WHERE (s.status = 'SUSPENDED' OR s.tier = 'frozen' OR s.data_timestamp < clock_timestamp() - interval '1 day')
+          AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL
           AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.source_stable_name = stable_name);
     END IF;
     -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every

@@ -193,13 +193,15 @@ AS $$
     FROM pg_class AS c CROSS JOIN pg_roles AS r WHERE c.oid = relation AND r.oid = role
 $$;
 
--- Whether a query runs code that is not PostgreSQL's own: a function, an operator or an aggregate of a user. Or may run it, because a type of a user
--- is anywhere in it: domains have checks, and casts to text or json, which printing a value takes, may be anybody's who owns the type. VOLATILE
--- functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
+-- Whether a query runs code that is not PostgreSQL's own, or may run it. Whatever a user made counts, but for tables and collations: an operator over a
+-- function of PostgreSQL's has a negator that the planner may call instead, domains have checks, and casts to text or json, which printing a value
+-- takes, may be anybody's who owns the type. VOLATILE functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
 CREATE OR REPLACE FUNCTION pgtrickle._runs_own_code(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
     SELECT EXISTS (SELECT FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog' OR f.provolatile = 'v')
+        OR EXISTS (SELECT FROM pgtrickle._rules(view) AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
+                   WHERE d.refobjid >= 16384 AND d.refclassid NOT IN ('pg_class'::regclass, 'pg_collation'::regclass))
         OR EXISTS (SELECT FROM pgtrickle._rules(view) AS r CROSS JOIN LATERAL regexp_matches(r.tree, '\m\d{5,10}\M', 'g') AS found
                    JOIN pg_type AS t ON t.oid::bigint = found[1]::bigint WHERE t.oid >= 16384)
         OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attnum > 0
