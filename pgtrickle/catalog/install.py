@@ -147,11 +147,22 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
     if version == latest:
         # Bodies may name functions of later files.
         _set_local(conn, "check_function_bodies", "off")
+        former = set(conn.execute(_FUNCTIONS).fetchall())
         for script in _scripts("functions"):
+            if script.name == "90_grants.sql":
+                # What none of the scripts has touched is not of this release.
+                for function, _ in former.intersection(conn.execute(_FUNCTIONS).fetchall()):
+                    conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(function)))
             _replace_functions(conn, script)
         _set_local(conn, "check_function_bodies", "on")
         _settle_service_role(conn, service_role)
     return version
+
+
+_FUNCTIONS = """
+SELECT p.oid::regprocedure::text, p.xmin::text FROM pg_catalog.pg_proc AS p
+WHERE p.pronamespace = 'pgtrickle'::regnamespace AND p.prokind <> 'a'
+"""
 
 
 def _replace_functions(conn: Connection, script: Traversable) -> None:

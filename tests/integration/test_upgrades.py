@@ -14,10 +14,12 @@ import pytest
 
 import pgtrickle
 from pgtrickle.catalog.install import installed_version, latest_version
-from tests.support.database import TestDatabase
+from pgtrickle.embedded.server import EmbeddedServer
+from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 
 DUMPS = sorted((Path(__file__).parents[1] / "fixtures" / "catalogs").glob("*.sql.gz"))
+RIGHTS = (Path(__file__).parents[1] / "fixtures" / "rights.sql").read_bytes()
 QUERIES = {
     "shop.totals": "SELECT c.region, count(*) AS n, sum(o.amount) AS total FROM shop.orders o"
     " JOIN shop.customers c ON c.id = o.customer GROUP BY c.region",
@@ -48,6 +50,30 @@ def test_a_catalog_of_every_version_is_upgraded(database: TestDatabase, conn: ps
         for name in reversed(QUERIES):
             db.drop_stream_table(name)
     assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_change_tracking").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("dump", [DUMPS[0], DUMPS[-1]], ids=lambda dump: dump.name.removesuffix(".sql.gz"))
+def test_an_upgraded_catalog_has_the_rights_of_a_new_one(
+    database: TestDatabase, conn: psycopg.Connection, server: EmbeddedServer, dump: Path
+) -> None:
+    """And nobody but its owner has a right on a change buffer: stream tables go on without being created again."""
+    restore(database, dump)
+    with (
+        fresh_database(server, "rights_of_a_new_one") as new,
+        psycopg.connect(new.direct_dsn, autocommit=True) as there,
+        pgtrickle.connect(new.dsn) as fresh,
+        pgtrickle.connect(database.dsn) as db,
+    ):
+        fresh.install()
+        db.upgrade()
+        assert set(conn.execute(RIGHTS)) == set(there.execute(RIGHTS))
+    shared = "SELECT c.oid::regclass::text FROM pg_class AS c CROSS JOIN LATERAL aclexplode(c.relacl) AS a"
+    assert (
+        conn.execute(
+            f"{shared} WHERE c.relnamespace = 'pgtrickle_changes'::regnamespace AND a.grantee <> c.relowner".encode()
+        ).fetchall()
+        == []
+    )
 
 
 def test_there_is_a_dump_of_every_version() -> None:

@@ -37,6 +37,8 @@ BEGIN
 END
 $$;
 
+REVOKE EXECUTE ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
+
 SELECT pgtrickle._renew_capture();
 
 -- Consumers that were there before this was noted.
