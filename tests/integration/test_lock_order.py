@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from uuid import uuid4
 
 import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.errors import PgtrickleError, StreamTableNotFoundError
+from pgtrickle.errors import PgtrickleError, StreamTableExistsError, StreamTableNotFoundError
 from tests.support.database import TestDatabase
 from tests.support.interleave import Command, run_both
+from tests.support.oracle import assert_equal_to_query
 
 BASE = "SELECT a.id, b.n FROM a JOIN b ON b.id = a.id"
 ABOVE = "SELECT n, count(*) AS c FROM base GROUP BY n"
-NAMED = re.compile(r"\b(base|above|made_\w+|a|b|catalog in database \w+)\b")
+NAMED = re.compile(r"\b(base|above|made_\w+|a|b|catalog in database \w+|stream table \d+ was dropped)\b")
+STORM_SECONDS = float(os.environ.get("PGTRICKLE_STORM_SECONDS", "600"))
 STEPS = ("cut", "fetch", "spark", "load", "commit")
 
 
@@ -161,3 +168,79 @@ def test_two_hundred_pairs_of_commands(database: TestDatabase, settle: Callable[
         step = random.choice(STEPS) if first in REFRESHES else None
         what = f"seed {seed}, round {number}: {first.__name__} held at {step or 'its end'}, with {second.__name__}"
         assert_named(run_both(database, first, second, step), what)
+
+
+def verify(db: pgtrickle.Database) -> None:
+    db.verify(["base", "above"])
+
+
+def reinitialize(db: pgtrickle.Database) -> None:
+    db.reinitialize("base", "by a test")
+
+
+def create_base(db: pgtrickle.Database) -> None:
+    for name, query in (("base", BASE), ("above", ABOVE)):
+        with suppress(StreamTableExistsError):
+            db.create_stream_table(name, query)
+
+
+def drop_made(db: pgtrickle.Database) -> None:
+    for table in db.stream_tables():
+        if "made_" in table.name:
+            db.drop_stream_table(table.name, cascade=True)
+
+
+STORM: list[Command] = [
+    create, create_base, create_base, drop, drop_reader, drop_made, alter_query, alter_options, suspend_and_resume, refresh,
+    refresh_as_one, upgrade, install, pause_and_resume, verify, reinitialize,
+]  # fmt: skip
+
+
+@pytest.mark.long
+def test_commands_beside_writers(database: TestDatabase, settle: Callable[[], None]) -> None:
+    """Three sessions of random commands and two of writers: nothing hangs, no writer fails, and all is exact at the end."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}, {STORM_SECONDS:.0f} seconds")
+    end = time.monotonic() + STORM_SECONDS
+    done: Counter[str] = Counter()
+    refused: Counter[str] = Counter()
+
+    def commands(number: int) -> None:
+        chance = random.Random(f"{seed}:{number}")
+        with pgtrickle.connect(database.direct_dsn) as db:
+            while time.monotonic() < end:
+                command = chance.choice(STORM)
+                try:
+                    command(db)
+                    done[command.__name__] += 1
+                except PgtrickleError as error:
+                    assert_named([error], command.__name__)
+                    refused[f"{command.__name__}: {type(error).__name__}"] += 1
+
+    def writes(number: int) -> None:
+        chance = random.Random(f"{seed}:writer {number}")
+        with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
+            while time.monotonic() < end:
+                with conn.transaction():
+                    # In the order of keys, for writers deadlock by themselves.
+                    for key in sorted(chance.sample(range(100 * number + 10, 100 * number + 60), 3)):
+                        conn.execute("INSERT INTO a VALUES (%s) ON CONFLICT DO NOTHING", (key,))
+                        conn.execute(
+                            "INSERT INTO b VALUES (%s, %s) ON CONFLICT (id) DO UPDATE SET n = b.n + 1", (key, key % 3)
+                        )
+                        if chance.random() < 0.4:
+                            conn.execute("DELETE FROM a WHERE id = %s", (key,))
+                done["write"] += 1
+
+    with ThreadPoolExecutor(5) as pool:
+        sessions = [*(pool.submit(commands, i) for i in range(3)), *(pool.submit(writes, i) for i in (1, 2))]
+        for session in sessions:
+            session.result(timeout=STORM_SECONDS + 600)
+    settle()
+    with pgtrickle.connect(database.direct_dsn) as db, psycopg.connect(database.direct_dsn, autocommit=True) as conn:
+        db.refresh_all()
+        for table in db.stream_tables():
+            assert table.query is not None
+            assert_equal_to_query(conn, table.name, table.query)
+    print(f"{sum(done.values())} done: {dict(done)}; refused: {dict(refused)}")
+    assert all(done[command.__name__] for command in STORM), done
