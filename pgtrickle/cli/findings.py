@@ -277,8 +277,24 @@ def _citus(conn: Connection) -> Iterator[Finding]:
         )
 
 
+def _differences(conn: Connection) -> Iterator[Finding]:
+    """Stream tables that differed from their queries when they were last compared."""
+    for name, at in _rows(
+        conn,
+        "SELECT format('%I.%I', pgt_schema, pgt_name), to_char(verified_at, 'YYYY-MM-DD HH24:MI:SSOF')"
+        " FROM pgtrickle.pgt_status() WHERE verified = 'different' ORDER BY 1",
+    ):
+        yield Finding(
+            "difference",
+            name,
+            f"did not hold the rows of its query at {at}",
+            f"Run `pgtrickle verify {name} --evidence FILE --repair`, and please report it with that file.",
+        )
+
+
 CATALOG_CHECKS: tuple[Callable[[Connection], Iterator[Finding]], ...] = (
     _stream_tables,
+    _differences,
     _copy,
     _capture,
     _requests,

@@ -99,10 +99,9 @@ class _Metrics(Collector):
         served = GaugeMetricFamily(
             "pgtrickle_database_served", "1 if a scheduler runs, 0 if not", labels=["server", "database", "reason"]
         )
-        names = ("ticks", "tick_seconds", "refreshes", "failures", "refresh_seconds", "rows", "crashes")
         counters = {
-            name: CounterMetricFamily(f"pgtrickle_{name}", _MEANING[name], labels=["server", "database"])
-            for name in names
+            name: CounterMetricFamily(f"pgtrickle_{name}", meaning, labels=["server", "database"])
+            for name, meaning in _MEANING.items()
         }
         for launcher in self._service.launchers:
             up.add_metric([launcher.server.name], launcher.problem is None)
@@ -125,6 +124,8 @@ _MEANING = {
     "refresh_seconds": "Seconds workers spent on refreshes",
     "rows": "Rows inserted into and deleted from stream tables",
     "crashes": "Schedulers that ended by an error",
+    "verifications": "Comparisons of a stream table with its query",
+    "differences": "Comparisons that found a difference",
 }
 
 

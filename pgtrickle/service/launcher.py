@@ -22,6 +22,7 @@ from pgtrickle.service.connections import Budget
 from pgtrickle.service.obstacles import DISABLED, NOT_INSTALLED, find_obstacle, is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
+from pgtrickle.service.rotation import Rotation
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
 from pgtrickle.service.settings import Settings
 from pgtrickle.service.watch import Watch
@@ -67,6 +68,7 @@ class Launcher:
     watch: Watch
     beside: Beside
     broker: Broker
+    rotation: Rotation
     on_settings: Callable[[], None] = lambda: None
     databases: dict[str, Watched] = field(default_factory=dict)
     problem: str | None = None  # why the server itself is not served
@@ -272,6 +274,7 @@ class Launcher:
             self.watch,
             self.on_settings,
             self.pulse,
+            self.rotation,
             on_news=self._news.set,
         )
         watched.scheduler.start()

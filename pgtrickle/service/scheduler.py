@@ -32,6 +32,7 @@ from pgtrickle.service.dag import Dag
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.pulse import Pulse
+from pgtrickle.service.rotation import Rotation
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.ticks import Tick, thinned
 from pgtrickle.service.turns import ServerLimit, Task
@@ -66,6 +67,8 @@ class Counters:
     refresh_seconds: float = 0.0
     rows: int = 0
     crashes: int = 0
+    verifications: int = 0
+    differences: int = 0
 
 
 @dataclass
@@ -93,6 +96,7 @@ class Scheduler:
     watch: Watch = field(default_factory=Watch)
     on_settings: Callable[[], None] = lambda: None
     pulse: Pulse = field(default_factory=Pulse)
+    rotation: Rotation = field(default_factory=Rotation)
     on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
     draining: bool = False  # start nothing new
     ticked: bool = False  # at least once
@@ -125,6 +129,9 @@ class Scheduler:
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
         self._settling = False  # sets of databases, at this moment
+        self._verified: dict[
+            int, float
+        ] = {}  # when stream tables had their last turn, also those that could not be compared
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
 
     # -- life ----------------------------------------------------------------------------------------------------------
@@ -471,7 +478,48 @@ class Scheduler:
 
         return work
 
+    def _verify_one(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        """Have the stream table compared with its query whose turn it is."""
+        every = settings.verify_seconds
+        if every is None or not self.rotation.is_free:
+            return
+        with self._lock:
+            others = set(self._busy)
+        others |= {pgt_id for pgt_id, at in self._verified.items() if time.monotonic() - at < every}
+        row = conn.execute(load_query("unverified"), {"every": every, "others": list(others)}).fetchone()
+        if row is None or not self.rotation.take():
+            return
+        unit = Unit("VERIFY", (row[0],), 0, asked=False, owner=row[1])
+        self._verified[row[0]] = time.monotonic()
+        with self._lock:
+            self._busy.update(unit.ids)
+        self.pool.submit(Task(self.tended.name, unit, settings.share, self._verify(unit, settings), self.tended.limit))
+
+    def _verify(self, unit: Unit, settings: Settings) -> Callable[[int], None]:
+        def work(number: int) -> None:
+            about: dict[str, Any] = {"database": self.database, "pgt_id": unit.ids[0]}
+            self.rotation.begin()
+            try:
+                found = self.workers.verify(unit, settings, number)
+                self.counters.verifications += found.equal is not None
+                if found.equal is False:
+                    self.counters.differences += 1
+                    about |= {"stream_table": found.name, "missing": found.missing, "unexpected": found.unexpected}
+                    log.error("a stream table differs from its query: `pgtrickle verify` shows how", extra=about)
+            except Exception as error:
+                log.warning(
+                    "a stream table could not be compared with its query",
+                    extra=about | {"error": str(error).strip()},
+                    exc_info=not is_explained(error, self.workers.budget, self.database),
+                )
+            finally:
+                self._forget([unit])
+
+        return work
+
     def _forget(self, units: Sequence[Unit]) -> None:
+        if any(unit.kind == "VERIFY" for unit in units):
+            self.rotation.end(self.tended.settings.verify_percent if self.tended.settings is not None else 1)
         with self._lock:
             for unit in units:
                 self._busy.difference_update(unit.ids)
@@ -537,6 +585,8 @@ class Scheduler:
             if not settings.paused:
                 self._load_others(conn, settings)
                 self._settle_sets(conn)
+                if not self.draining:
+                    self._verify_one(conn, settings)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now
             with self._step(conn, "history"):

@@ -13,6 +13,7 @@ from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
+from pgtrickle.service.rotation import Rotation
 from pgtrickle.service.watch import Watch
 
 log = logging.getLogger("pgtrickle.service")
@@ -32,9 +33,18 @@ class Service:
         self.watch = Watch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
         self.beside = Beside()
         self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
+        self.rotation = Rotation()
         self.launchers = [
             Launcher(
-                server, self.config, self.service_id, self.pool, self.watch, self.beside, self.broker, self._fit_pool
+                server,
+                self.config,
+                self.service_id,
+                self.pool,
+                self.watch,
+                self.beside,
+                self.broker,
+                self.rotation,
+                self._fit_pool,
             )
             for server in self.config.servers
         ]

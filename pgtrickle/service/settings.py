@@ -15,6 +15,7 @@ from pgtrickle.engine.failures import Policy
 from pgtrickle.service.turns import Share
 
 IDLE_IN_APPLY = "60s"
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ class Settings:
     @property
     def history_days(self) -> int:
         return self._number("history_retention_days")
+
+    @property
+    def verify_seconds(self) -> int | None:
+        """How often a stream table is compared with its query; None for never."""
+        text = self.values["verify_interval"]
+        return int(text[:-1]) * _UNITS[text[-1]] if text != "0" else None
+
+    @property
+    def verify_percent(self) -> int:
+        """Of the service's time that this may take."""
+        return self._number("verify_budget_percent")
 
     @property
     def buffer_alert(self) -> int:

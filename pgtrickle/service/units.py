@@ -10,8 +10,8 @@ from typing import Literal
 
 from pgtrickle.service.dag import Dag
 
-Kind = Literal["IMMEDIATE", "GROUP", "FUSED", "SINGLETON"]
-BANDS: dict[Kind, int] = {"IMMEDIATE": 0, "GROUP": 1, "FUSED": 2, "SINGLETON": 2}
+Kind = Literal["IMMEDIATE", "GROUP", "FUSED", "SINGLETON", "VERIFY"]
+BANDS: dict[Kind, int] = {"IMMEDIATE": 0, "GROUP": 1, "FUSED": 2, "SINGLETON": 2, "VERIFY": 3}
 TIERS = {"hot": 0, "warm": 1, "cold": 2, "frozen": 3}
 
 # Who takes longer has a worker of its own: the others of a unit would wait for it.
@@ -45,7 +45,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Unit:
-    """Stream tables of one database that one worker refreshes in one go."""
+    """Stream tables of one database that one worker refreshes in one go; or VERIFY: one, which it compares with its query."""
 
     kind: Kind
     ids: tuple[int, ...]

@@ -23,6 +23,7 @@ from pgtrickle.engine.programs import Plans
 from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
+from pgtrickle.engine.verify import Verification, verify
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings
@@ -64,6 +65,15 @@ class Workers:
             alerted = {pgt_id for pgt_id, failing in wanted.items() if failing}
             self._tell(conn, job, outcome, alerted, notifies)
             return outcome
+
+    def verify(self, unit: Unit, settings: Settings, number: int) -> Verification:
+        """Compare a stream table with its query."""
+        with self.budget.working(), self._engine(f"worker {number}") as engine:
+            engine.policy = settings.policy
+            engine.elsewhere.brokers = None
+            if settings.pooler == "transaction":
+                be_pooled(engine.conn)
+            return verify(engine, unit.ids[0])
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Give back connections that were not needed for a while."""

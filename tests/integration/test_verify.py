@@ -13,9 +13,12 @@ import pytest
 from click.testing import CliRunner
 
 import pgtrickle
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.cli.findings import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError
 from tests.support.database import TestDatabase
+from tests.support.service import running_service, until
 from tests.support.three import QUERIES as ACROSS
 from tests.support.three import Three
 
@@ -200,3 +203,47 @@ def test_the_command(
     assert "re-initialized: public.keyed" in done.stderr
     assert "secret" in (tmp_path / "d.json").read_text()
     assert db.verify("keyed")[0].equal
+
+
+@pytest.mark.direct("behind a pooler nothing is compared")
+def test_a_service_compares_in_rotation(
+    db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    conn.execute("SELECT pgtrickle.set('verify_interval', '1s'), pgtrickle.set('verify_budget_percent', '100')")
+    for name in ("keyed", "keyless", "summed"):
+        db.create_stream_table(name, QUERIES[name], schedule="1s")
+    # Its function fails for a row that comes now: it cannot be compared, and has its turn as the others do.
+    conn.execute("CREATE FUNCTION odd(n int) RETURNS int IMMUTABLE LANGUAGE sql RETURN 1 / (n - 1000)")
+    db.create_stream_table("failing", "SELECT id, odd(id) AS n FROM sale", schedule="1s")
+    conn.execute("INSERT INTO sale (id, kind, amount) VALUES (1000, 'k1', 1)")
+    by_hand.execute("DELETE FROM keyed WHERE id = 11")
+    states = "SELECT pgt_name::text, verified FROM pgtrickle.pgt_status() WHERE verified IS NOT NULL"
+    with running_service(database.dsn, database.name) as service:
+        until(lambda: len(conn.execute(states).fetchall()) == 3, "three are compared")
+        tended = service.launchers[0].databases[database.name].tended
+        assert tended is not None
+        counters = tended.counters
+        until(lambda: counters.differences >= 1)
+        assert counters.verifications >= 3
+    found: dict[str, str] = dict(conn.execute(states).fetchall())
+    assert found == {"keyed": "different", "keyless": "equal", "summed": "equal"}
+    (finding,) = [one for one in find_problems(conn, 300) if one.check == "difference"]
+    assert finding.subject == "public.keyed"
+    events = conn.execute("SELECT count(*) FROM pgtrickle.events() WHERE event = 'verification_failed'").fetchone()
+    assert events is not None
+    assert events[0] >= 1
+    db.reinitialize("keyed", "by a test")
+    assert db.verify("keyed")[0].equal
+    assert not [one for one in find_problems(conn, 300) if one.check == "difference"]
+
+
+def test_one_with_a_long_schedule_is_not_refreshed_to_be_compared(
+    db: pgtrickle.Database, conn: psycopg.Connection
+) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"], schedule="1h")
+    query, parameters = load_query("unverified"), {"every": 0, "others": []}
+    assert conn.execute(query, parameters).fetchone() is not None, "it was refreshed just now"
+    conn.execute("UPDATE pgtrickle.pgt_stream_tables SET data_timestamp = now() - interval '10 minutes'")
+    assert conn.execute(query, parameters).fetchone() is None
+    db.alter_stream_table("keyed", schedule="1m")
+    assert conn.execute(query, parameters).fetchone() is not None

@@ -33,6 +33,8 @@ AS $$
         ('fuse_default_ceiling', '0', '^[0-9]{1,15}$', 'a number of changes; 0 for no fuse'),
         ('buffer_alert_threshold', '1000000', '^[1-9][0-9]{0,11}$', 'a number of rows, at least 1'),
         ('history_retention_days', '90', '^[1-9][0-9]{0,4}$', 'days, from 1 to 99999'),
+        ('verify_interval', '1d', '^(0|[1-9][0-9]{0,3}[smhd])$', 'a number followed by s, m, h or d, such as 12h; 0 for never'),
+        ('verify_budget_percent', '1', '^([1-9]|[1-9][0-9]|100)$', 'percent, from 1 to 100'),
         ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
         ('enable_refresh_broker', 'off', 'boolean', 'on or off'),
         ('foreign_table_polling', 'off', 'boolean', 'on or off'),
