@@ -24,6 +24,7 @@ from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PrivilegeError
+from pgtrickle.query.openness import left_open
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine
@@ -117,6 +118,9 @@ def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
         table_seconds = time.monotonic() - started
         if wanted != stored:
             differing = _differing(conn, row, view, table, columns)
+    part = _left_open(conn, row) if differing else None
+    if part is not None:
+        return Verification(row.pgt_id, row.label, None, f"it differs, but its query leaves the result open: {part}")
     missing, missing_rows = differing.get("missing", (0, []))
     unexpected, unexpected_rows = differing.get("unexpected", (0, []))
     result = Verification(
@@ -135,6 +139,12 @@ def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
     )
     _record(conn, work, result)
     return result
+
+
+def _left_open(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:
+    views = "SELECT pg_catalog.pg_get_viewdef(r.relation) FROM pgtrickle._rules(%s::oid::regclass) AS r"
+    found = (left_open(definition) for (definition,) in conn.execute(views, (row.view_relid,)))
+    return next((part for part in found if part is not None), None)
 
 
 def _columns(conn: psycopg.Connection[Any], row: StreamTableRow) -> dict[str, str]:

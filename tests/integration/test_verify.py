@@ -170,6 +170,18 @@ def test_equal_is_what_postgresql_takes_for_equal(
     assert db.verify("numbers")[0].equal
 
 
+def test_a_difference_that_the_query_leaves_open_is_no_alarm(
+    db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    conn.execute("CREATE VIEW kinds AS SELECT kind, array_agg(id) AS ids FROM sale GROUP BY kind")
+    db.create_stream_table("listed", "SELECT kind, ids FROM kinds")
+    by_hand.execute("UPDATE listed SET ids = (SELECT array_agg(i ORDER BY i DESC) FROM unnest(ids) AS i)")
+    (found,) = db.verify("listed")
+    assert (found.equal, found.failed) == (None, False)
+    assert "array_agg() without ORDER BY" in (found.reason or "")
+    assert conn.execute("SELECT FROM pgtrickle.events() WHERE event = 'verification_failed'").fetchall() == []
+
+
 def test_what_reads_other_databases_is_not_compared_and_says_so(three: Three) -> None:
     with pgtrickle.connect(three.home.dsn) as db:
         db.create_stream_table("across", next(iter(ACROSS.values())), initialize=False)
