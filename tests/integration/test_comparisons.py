@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import psycopg
@@ -10,7 +11,7 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from tests.support.comparisons import OTHER, TYPES_SQL, Tried, comparable_pairs, try_pair
+from tests.support.comparisons import ALIKE, OTHER, TYPES_SQL, VALUES, Tried, comparable_pairs, try_pair
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 
@@ -78,6 +79,25 @@ def test_all_pairs_of_types_of_two_databases_compare_as_in_postgresql(
     print(f"{len(pairs)} pairs, {total.exact} stream tables exact, {total.modes}, {total.refused} not for PostgreSQL")
     print("\n".join(sorted(total.reasons)))
     assert not total.differences, "\n".join(total.differences)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("placement", ["auto", "spark"])
+def test_equality_of_every_type_is_postgresqls_everywhere(
+    conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
+) -> None:
+    """The table type by place: D for DIFFERENTIAL, F for FULL, - where PostgreSQL has no such query. With ICU: `--pg 15`."""
+    with suppress(psycopg.errors.FeatureNotSupported):
+        conn.execute("CREATE COLLATION caseless (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
+        VALUES["text COLLATE caseless"] = VALUES["text"]
+    print("\n" + " ".join([f"{'type':24}", *ALIKE]))
+    differences: list[str] = []
+    for type_ in VALUES:
+        tried = try_pair(conn, db, type_, type_, placements=(placement,), places=ALIKE)
+        differences += tried.differences
+        cells = (tried.places[f"{place}_{placement}"][0].center(len(place)) for place in ALIKE)
+        print(" ".join([f"{type_:24}", *cells]), flush=True)
+    assert not differences, "\n".join(differences)
 
 
 COLLATED = {

@@ -20,6 +20,11 @@ from tests.support.oracle import assert_equal_to_query
 _DATA = tomllib.loads((Path(__file__).parents[1] / "fixtures" / "comparisons.toml").read_text())
 VALUES: dict[str, list[str]] = _DATA["values"]
 PLACES: dict[str, str] = _DATA["places"]
+# Where values of one type are compared with each other.
+ALIKE: dict[str, str] = _DATA["alike"] | {
+    name: PLACES[name]
+    for name in ("on", "natural_left", "full_using", "in", "not_in", "exists", "union", "group_joined")
+}
 OTHER = "other"
 _TABLE = re.compile(r"((?:FROM|JOIN|,) )([lr])\b(?!\.)")
 
@@ -51,6 +56,7 @@ class Tried:
     refused: int = 0
     reasons: set[str] = field(default_factory=set)
     differences: list[str] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)  # the mode, or WRONG, by stream table: of one pair only
 
     def __iadd__(self, other: Tried) -> Tried:
         for mode, count in other.modes.items():
@@ -96,6 +102,7 @@ def try_pair(
         qualified = _TABLE.sub(r"\1pair_st.\2", query)
         if not _is_accepted(conn, qualified):
             tried.refused += 1
+            tried.places[f"{place}_{placement}"] = "-"
             continue
         asked = qualified if there is None else qualified.replace(" pair_st.r", f" {OTHER}.pair_st.r")
         try:
@@ -112,6 +119,7 @@ def try_pair(
         tables[name] = qualified
         mode = created.effective_mode or "none"
         tried.modes[mode] = tried.modes.get(mode, 0) + 1
+        tried.places[f"{place}_{placement}"] = mode
     for change in _rounds(both, VALUES[left], VALUES[right]):
         try:
             db.refresh_all()
@@ -122,6 +130,7 @@ def try_pair(
                 assert_equal_to_query(conn, name, query, by_value=_columns(conn, name, ("k", "lk", "rk")))
             except AssertionError as error:
                 tried.differences.append(f"{left} and {right}, {name} after {change}: {error}")
+                tried.places[name.removeprefix("pair_st.")] = "WRONG"
     for name in tables:
         db.drop_stream_table(name)
     return tried
