@@ -224,10 +224,11 @@ class _Compiler:
             if column.type.groupable:
                 groups.append(name)
                 values.append(name)
+                if not column.type.text_is_identity:
+                    groups.append(f'{printed} COLLATE "C"')  # a cast to text leaves a column its collation
             else:
+                groups.append(printed)
                 values.append(f"{column.type.from_text(f'({printed})')} AS {name}")
-            if not column.type.text_is_identity or not column.type.groupable:
-                groups.append(f'{printed} COLLATE "C"')  # a cast to text leaves a column its collation
         group = f" GROUP BY {', '.join(groups)}" if groups else ""
         net = f"SELECT {', '.join([*values, 'sum(w) AS w'])} FROM ({both}) AS b{group} HAVING sum(w) > 0"
         return f"{_select(plan.columns, False)} FROM ({net}) AS n, generate_series(1, n.w)", False

@@ -81,6 +81,12 @@ def test_all_pairs_of_types_of_two_databases_compare_as_in_postgresql(
     assert not total.differences, "\n".join(total.differences)
 
 
+def test_a_type_that_is_grouped_by_its_text(conn: psycopg.Connection[Any], db: pgtrickle.Database) -> None:
+    places = {name: ALIKE[name] for name in ("distinct", "grouped_max", "on")}
+    tried = try_pair(conn, db, "cidr", "cidr", placements=("auto",), places=places)
+    assert not tried.differences, "\n".join(tried.differences)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("placement", ["auto", "spark"])
 def test_equality_of_every_type_is_postgresqls_everywhere(
