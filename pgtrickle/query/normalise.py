@@ -149,7 +149,9 @@ def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
 
     def operand(node: exp.Expression) -> exp.Expression:
         node = unwrap(node)
-        return node if isinstance(node, exp.Column) else as_column(node, anywhere=len(sides) > 1)
+        if isinstance(node, exp.Column) or _is_quantified(node):
+            return node
+        return as_column(node, anywhere=len(sides) > 1)
 
     def rewrite(node: exp.Expression) -> exp.Expression:
         node = unwrap(node)
@@ -175,6 +177,13 @@ def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
 
 
 _COMPARISONS = (exp.EQ, exp.NEQ, exp.LT, exp.LTE, exp.GT, exp.GTE, exp.NullSafeEQ, exp.NullSafeNEQ)
+
+
+def _is_quantified(node: exp.Expression) -> bool:
+    """ANY (…) or ALL (…) after an operator: no value, though `SELECT ALL (…)` is valid SQL and gives the array."""
+    return isinstance(node, exp.Any | exp.All) or (
+        isinstance(node, exp.Anonymous) and node.name.upper() in {"ALL", "SOME"}
+    )
 
 
 def _wrapped(node: exp.Expression) -> exp.Expression:
