@@ -73,17 +73,29 @@ _TIMEOUTS = (
     psycopg.errors.IdleSessionTimeout,
     *([psycopg.errors.TransactionTimeout] if hasattr(psycopg.errors, "TransactionTimeout") else []),
 )
+_TIMEOUT_STATES = frozenset(error.sqlstate for error in _TIMEOUTS)
 
 
 @contextmanager
 def blamed_for_timeouts(conn: psycopg.Connection[Any], ids: Sequence[int]) -> Iterator[None]:
     """Suspend the stream tables whose code ended the session; else they would end every refresh that they are part of."""
+    ended = False
+
+    def listen(diagnostic: psycopg.errors.Diagnostic) -> None:
+        # The server's last words are a notice to libpq if they arrive between two statements: no error follows here.
+        nonlocal ended
+        ended = ended or diagnostic.sqlstate in _TIMEOUT_STATES
+
+    conn.add_notice_handler(listen)
     try:
         yield
     except psycopg.Error as error:
-        if isinstance(error, _TIMEOUTS) or (conn.broken and _is_timeout(error)):
-            suspend(conn, ids, "its code ended the session that it ran in")
+        ended = ended or isinstance(error, _TIMEOUTS) or (conn.broken and _is_timeout(error))
         raise
+    finally:
+        conn.remove_notice_handler(listen)
+        if ended:
+            suspend(conn, ids, "its code ended the session that it ran in")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from pgtrickle.service.pool import Pool
 from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
 from pgtrickle.service.rotation import Rotation
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
-from pgtrickle.service.settings import Settings
+from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
@@ -231,11 +231,13 @@ class Launcher:
 
     def _try(self, name: str, watched: Watched) -> None:
         """Start a scheduler if the database has a catalog that this release knows, and is not switched off."""
+        attached: Mapping[str, str] | None = None
         try:
             with self.budget.using("launcher", name) as conn:
                 obstacle = find_obstacle(conn, self.budget)
                 crowded = self._crowded()
                 if obstacle is None:
+                    attached = read_settings(conn).attached
                     _tell_health(conn, watched, crowded or watched.crash)
         except UntrustedCatalogError as error:
             obstacle, crowded = f"{error.message}. {error.hint}", None
@@ -276,6 +278,7 @@ class Launcher:
             self.pulse,
             self.rotation,
             on_news=self._news.set,
+            attached=attached,
         )
         watched.scheduler.start()
         if watched.problem is None or watched.attempts == 0:

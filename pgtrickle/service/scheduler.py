@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,6 +99,9 @@ class Scheduler:
     pulse: Pulse = field(default_factory=Pulse)
     rotation: Rotation = field(default_factory=Rotation)
     on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
+    attached: Mapping[str, str] | None = (
+        None  # settings of the database just before; the session has them, or later ones
+    )
     draining: bool = False  # start nothing new
     ticked: bool = False  # at least once
     released: bool = False  # paused, and without a connection but for a moment now and then
@@ -121,6 +125,7 @@ class Scheduler:
         self._told_looks: dict[str, tuple[float, str | None]] = {}
         self._looked = 0.0
         self._hears = False  # whether a NOTIFY is heard here
+        self._has_company = False  # other services look after this database, too
         self._told_wrong: dict[str, str] = {}
         self._held_up: set[str] = set()  # steps that somebody's lock keeps from being done
         self._alerted: set[str] = set()
@@ -169,8 +174,8 @@ class Scheduler:
 
     def _serve(self, waker: Waker) -> None:
         with self._seat.use() as conn:
-            settings = read_settings(conn)
-            attached = settings.attached  # at once: what changes later must be noticed, for this session has it
+            # What a session began with it keeps: a change must be noticed, also one before this query.
+            attached = read_settings(conn).attached if self.attached is None else self.attached
             lease = Lease(conn, self.service_id, "service", self.lease_seconds)
             lease.ensure()
             self._begin(conn)
@@ -204,7 +209,7 @@ class Scheduler:
                 self._tell_ticked()
                 if settings.paused and self._release(waker):
                     continue
-                self._wait(waker, settings, min(begin + self._pace(settings), time.monotonic() + due_in))
+                self._wait(waker, settings, min(begin + self._pause(settings), time.monotonic() + due_in))
                 self._stop.wait(begin + PAUSE_SECONDS - time.monotonic())
         finally:
             if not self._busy and not self._seat.broken:
@@ -243,6 +248,13 @@ class Scheduler:
         if self._seat.rests and self.pulse.beats and not self._others:
             return max(settings.interval, self._beat_seconds)
         return settings.interval
+
+    def _pause(self, settings: Settings) -> float:
+        """Seconds from a tick to the next one.
+
+        Services that tick at the same moments leave all the work to the one that is always first: with several, they vary.
+        """
+        return self._pace(settings) * (random.uniform(0.5, 1.0) if self._has_company else 1.0)
 
     @property
     def _beat_seconds(self) -> float:
@@ -552,7 +564,8 @@ class Scheduler:
         if row is None:
             Lease(conn, self.service_id, "service", self.lease_seconds).ensure()
         else:
-            self._ticks = thinned([Tick(*row), *self._ticks])
+            *tick, self._has_company = row
+            self._ticks = thinned([Tick(*tick), *self._ticks])
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:

@@ -12,6 +12,7 @@ from psycopg import sql
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
+from pgtrickle.service.settings import Settings, read_settings
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import fresh, running_service, until
@@ -52,6 +53,26 @@ def state(conn: Connection, name: str) -> tuple[str, str | None]:
     ).fetchone()
     assert row is not None
     return row[0], row[1]
+
+
+def test_a_setting_that_changes_while_a_scheduler_connects_holds(
+    database: TestDatabase, shop: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session keeps the settings it began with: it may have those of a moment before the scheduler looked."""
+    changed: list[str] = []
+
+    def read_changed(conn: Connection) -> Settings:
+        if not changed:  # the scheduler's session has begun
+            with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
+                superuser.execute(f"ALTER DATABASE {database.name} RESET ALL".encode())
+            changed.append(value(shop, "SELECT pgtrickle.set('pg_trickle.enabled', 'off')"))
+        return read_settings(conn)
+
+    with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
+        superuser.execute(f"ALTER DATABASE {database.name} SET pg_trickle.enabled = on".encode())
+    monkeypatch.setattr("pgtrickle.service.scheduler.read_settings", read_changed)
+    with running_service(database.dsn, database.name) as service:
+        until(lambda: changed and service.launchers[0].databases[database.name].problem == "pg_trickle.enabled is off")
 
 
 @pytest.mark.direct("PgBouncer keeps its connections")

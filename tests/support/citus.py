@@ -58,11 +58,7 @@ class Cluster:
         """The database of one node."""
         with psycopg.connect(self.servers[node].dsn(), autocommit=True) as conn:
             conn.execute("SET citus.enable_ddl_propagation = off")
-            conn.execute(
-                sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE {}").format(
-                    sql.Identifier(self.name), sql.Identifier(APP_ROLE), sql.Identifier(TEMPLATE)
-                )
-            )
+            until(partial(_copied, conn, self.name), f"{self.name} is created")
 
     def have_address(self) -> None:
         """Let workers know the coordinator; a cluster of one node needs none."""
@@ -105,6 +101,17 @@ def _make_template(server: EmbeddedServer) -> None:
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         conn.execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(sql.Identifier(TEMPLATE)))
         until(partial(_is_left, conn), "Citus has left the template")
+
+
+def _copied(conn: psycopg.Connection[Any], name: str) -> bool:
+    """Citus connects to the template by itself, now and then, which keeps it from being copied."""
+    _is_left(conn)
+    create = sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE {}")
+    try:
+        conn.execute(create.format(sql.Identifier(name), sql.Identifier(APP_ROLE), sql.Identifier(TEMPLATE)))
+    except psycopg.errors.ObjectInUse:
+        return False
+    return True
 
 
 def _is_left(conn: psycopg.Connection[Any]) -> bool:

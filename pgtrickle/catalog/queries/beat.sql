@@ -6,4 +6,6 @@ SET last_seen = clock_timestamp(), lease_expires = clock_timestamp() + %(lease)s
     pool_size = %(pool_size)s, pool_active = %(pool_active)s,
     plans_found = %(plans_found)s, plans_made = %(plans_made)s, settings = %(settings)s
 WHERE service_id = %(service)s
-RETURNING ticked_at, tick_snapshot::text;
+RETURNING ticked_at, tick_snapshot::text,
+    EXISTS (SELECT FROM pgtrickle.pgt_services AS o
+            WHERE o.kind = 'service' AND o.service_id <> %(service)s AND o.lease_expires > clock_timestamp());

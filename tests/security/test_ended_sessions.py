@@ -1,0 +1,32 @@
+"""An owner's code that ends the session it runs in stops its own stream table, whenever the service hears of it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import psycopg
+import pytest
+
+from pgtrickle.engine.fence import blamed_for_timeouts
+from tests.security.roles import Roles
+from tests.support.service import until
+
+pytestmark = pytest.mark.pgversions
+
+
+def test_the_last_words_may_come_between_two_statements(roles: Roles) -> None:
+    trap = roles.create(roles.mallory, "trap", f"SELECT id, v FROM {roles.mallory}.src")
+    with (
+        closing(psycopg.connect(roles.database.direct_dsn)) as conn,
+        roles.connect(roles.app) as other,
+        blamed_for_timeouts(conn, [roles.id_of(trap)]),
+    ):
+        conn.execute("SET LOCAL idle_in_transaction_session_timeout = '1ms'")
+        gone = "SELECT count(*) = 0 FROM pg_stat_activity WHERE pid = %s"
+        until(lambda: other.execute(gone, (conn.info.backend_pid,)).fetchone() == (True,), "the end of the session")
+        conn.pgconn.consume_input()  # as psycopg does while it reads the last of a result
+        conn.pgconn.is_busy()
+    found = roles.rows(
+        roles.app, f"SELECT status, status_reason FROM pgtrickle.pgt_stream_tables WHERE pgt_id = {roles.id_of(trap)}"
+    )
+    assert found == [("SUSPENDED", "its code ended the session that it ran in")]
