@@ -113,6 +113,7 @@ def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
     from pgtrickle.catalog.trust import Trust, require_trusted
     from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
     from pgtrickle.engine.failures import Policy
+    from pgtrickle.engine.verify import answer_requests
 
     stop_on_signals()
     with open_database(dsn) as database:
@@ -122,18 +123,24 @@ def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
             database.engine.on_step = progress.step
             database.engine.policy = Policy(backoff=False)
             waiting = database.conn.execute(
-                "SELECT request_id, pgt_id FROM pgtrickle.pgt_requests WHERE status = 'PENDING' ORDER BY request_id"
+                "SELECT request_id, pgt_id, kind FROM pgtrickle.pgt_requests WHERE status = 'PENDING' ORDER BY request_id"
             ).fetchall()
-            database.engine.attempt(list(dict.fromkeys(id_ for _, id_ in waiting)), "REQUEST")
+            refreshes, comparisons = (
+                list(dict.fromkeys(pgt_id for _, pgt_id, asked in waiting if asked == kind))
+                for kind in ("REFRESH", "VERIFY")
+            )
+            database.engine.attempt(refreshes, "REQUEST")
+            for pgt_id in comparisons:
+                answer_requests(database.engine, pgt_id)
         states = database.conn.execute(
             "SELECT status, count(*) FROM pgtrickle.pgt_requests WHERE request_id = ANY (%s) GROUP BY 1",
-            ([request for request, _ in waiting],),
+            ([request for request, _, _ in waiting],),
         ).fetchall()
     counts = dict(states)
     done, failed, postponed = (counts.get(status, 0) for status in ("DONE", "FAILED", "PENDING"))
     click.echo(f"{done} done, {failed} failed, {postponed} postponed")
     if failed:
-        raise RefreshError(f"{failed} of the requested refreshes failed", "`pgtrickle status` says which and why.")
+        raise RefreshError(f"{failed} of the requests failed", "`pgtrickle status` says which and why.")
     if postponed:
         raise RefreshConflictError(
             f"{postponed} requests wait for another process that refreshes their stream table, or for a lock",

@@ -20,10 +20,11 @@ from psycopg.types.json import Jsonb
 from pgtrickle.engine import fence
 from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import set_local
+from pgtrickle.engine.failures import LONGEST_MESSAGE
 from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
-from pgtrickle.errors import PrivilegeError
+from pgtrickle.errors import PgtrickleError, PrivilegeError
 from pgtrickle.query.openness import left_open
 
 if TYPE_CHECKING:
@@ -57,6 +58,13 @@ class Verification:
     table_seconds: float = 0.0  # of reading the table and adding up its rows
     failed: bool = False  # it could not be compared because it could not be refreshed
 
+    @property
+    def problem(self) -> str | None:
+        """What is to be said to somebody who expects it to be equal."""
+        if self.equal is False:
+            return f"it differs from its query: {self.missing} missing and {self.unexpected} unexpected rows"
+        return f"it was not compared: {self.reason}" if self.equal is None else None
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -88,6 +96,31 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
             return found[0]
     reason = "what it reads was altered or changed too much meanwhile; try again when less is written to its sources"
     return Verification(pgt_id, row.label, None, reason, failed=True)
+
+
+def answer_requests(engine: Engine, pgt_id: int) -> Verification:
+    """Compare a stream table because it was asked for in SQL, and tell those who did."""
+    conn = engine.conn
+    asked = conn.execute(
+        "SELECT request_id FROM pgtrickle.pgt_requests WHERE pgt_id = %s AND kind = 'VERIFY' AND status = 'PENDING'",
+        (pgt_id,),
+    ).fetchall()
+
+    def answer(problem: str | None) -> None:
+        conn.execute(
+            "UPDATE pgtrickle.pgt_requests SET status = %s, error = %s, finished_at = clock_timestamp()"
+            " WHERE request_id = ANY (%s) AND status = 'PENDING'",
+            ("DONE" if problem is None else "FAILED", problem, [request for (request,) in asked]),
+        )
+
+    try:
+        found = verify(engine, pgt_id)
+    except (psycopg.Error, PgtrickleError) as error:
+        if not conn.broken and not conn.closed:
+            answer(f"it was not compared: {error}"[:LONGEST_MESSAGE])
+        raise
+    answer(found.problem)
+    return found
 
 
 def _cannot_compare(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:

@@ -49,6 +49,7 @@ PRUNE_SECONDS = 60.0
 AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
+VERIFY_PAUSE_SECONDS = 1.0  # between two comparisons of a stream table that were asked for
 LOOK_SECONDS = 1.0  # between two that are written down
 PAUSED_SECONDS = 3.0  # between two looks at a database that is paused
 PAUSE_SECONDS = 0.1  # between two ticks, at least: everybody can notify
@@ -332,6 +333,7 @@ class Scheduler:
                 units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
                 self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
             self._dispatch(conn, units, settings)
+            self._verify_requested(conn, settings)
         self._look_after(conn, settings)
         return due_in
 
@@ -501,8 +503,18 @@ class Scheduler:
         row = conn.execute(load_query("unverified"), {"every": every, "others": list(others)}).fetchone()
         if row is None or not self.rotation.take():
             return
-        unit = Unit("VERIFY", (row[0],), 0, asked=False, owner=row[1])
-        self._verified[row[0]] = time.monotonic()
+        self._submit_verification(Unit("VERIFY", (row[0],), 0, asked=False, owner=row[1]), settings)
+
+    def _verify_requested(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
+        """Have stream tables compared for which somebody has asked in SQL; each after a pause if the last one failed."""
+        with self._lock:
+            others = set(self._busy)
+        others |= {pgt_id for pgt_id, at in self._verified.items() if time.monotonic() - at < VERIFY_PAUSE_SECONDS}
+        for pgt_id, owner in conn.execute(load_query("verify_requests"), {"others": list(others)}).fetchall():
+            self._submit_verification(Unit("VERIFY", (pgt_id,), 0, asked=True, owner=owner), settings)
+
+    def _submit_verification(self, unit: Unit, settings: Settings) -> None:
+        self._verified[unit.ids[0]] = time.monotonic()
         with self._lock:
             self._busy.update(unit.ids)
         self.pool.submit(Task(self.tended.name, unit, settings.share, self._verify(unit, settings), self.tended.limit))
@@ -510,7 +522,8 @@ class Scheduler:
     def _verify(self, unit: Unit, settings: Settings) -> Callable[[int], None]:
         def work(number: int) -> None:
             about: dict[str, Any] = {"database": self.database, "pgt_id": unit.ids[0]}
-            self.rotation.begin()
+            if not unit.asked:
+                self.rotation.begin()
             try:
                 found = self.workers.verify(unit, settings, number)
                 self.counters.verifications += found.equal is not None
@@ -530,7 +543,7 @@ class Scheduler:
         return work
 
     def _forget(self, units: Sequence[Unit]) -> None:
-        if any(unit.kind == "VERIFY" for unit in units):
+        if any(unit.kind == "VERIFY" and not unit.asked for unit in units):
             self.rotation.end(self.tended.settings.verify_percent if self.tended.settings is not None else 1)
         with self._lock:
             for unit in units:

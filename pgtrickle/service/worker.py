@@ -23,7 +23,7 @@ from pgtrickle.engine.programs import Plans
 from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
-from pgtrickle.engine.verify import Verification, verify
+from pgtrickle.engine.verify import Verification, answer_requests
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings
@@ -73,7 +73,7 @@ class Workers:
             engine.elsewhere.brokers = None
             if settings.pooler == "transaction":
                 be_pooled(engine.conn)
-            return verify(engine, unit.ids[0])
+            return answer_requests(engine, unit.ids[0])
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
         """Give back connections that were not needed for a while."""
@@ -148,7 +148,8 @@ def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> dict[int, bool]:
         "SELECT pgt_id, alerted IS NOT NULL AND status <> 'SUSPENDED' FROM pgtrickle.pgt_stream_tables s"
         " WHERE pgt_id = ANY (%s)"
         " AND (status IN ('ACTIVE', 'INITIALIZING') AND tier IS DISTINCT FROM 'frozen'"
-        " OR EXISTS (SELECT FROM pgtrickle.pgt_requests r WHERE r.pgt_id = s.pgt_id AND r.status = 'PENDING'))",
+        " OR EXISTS (SELECT FROM pgtrickle.pgt_requests r WHERE r.pgt_id = s.pgt_id AND r.status = 'PENDING'"
+        " AND r.kind = 'REFRESH'))",
         (list(unit.ids),),
     ).fetchall()
     return dict(rows)

@@ -249,6 +249,57 @@ def test_a_service_compares_in_rotation(
     assert not [one for one in find_problems(conn, 300) if one.check == "difference"]
 
 
+@pytest.mark.direct("behind a pooler nothing is compared")
+def test_sql_asks_a_service_to_compare(
+    db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection, by_hand: psycopg.Connection
+) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"], schedule="1h")
+    db.create_stream_table("summed", QUERIES["summed"], schedule="1h")
+    conn.execute("CREATE FUNCTION odd(n int) RETURNS int IMMUTABLE LANGUAGE sql RETURN 1 / (n - 1000)")
+    db.create_stream_table("failing", "SELECT id, odd(id) AS n FROM sale", schedule="1h")
+    conn.execute("INSERT INTO sale (id, kind, amount) VALUES (1000, 'k1', 100)")
+    by_hand.execute("DELETE FROM keyed WHERE id = 11")
+    with running_service(database.dsn, database.name):
+        conn.execute("CALL pgtrickle.verify_and_wait('summed')")
+        with pytest.raises(
+            psycopg.Error,
+            match="the comparison of keyed failed: it differs from its query: 1 missing and 0 unexpected rows",
+        ):
+            conn.execute("CALL pgtrickle.verify_and_wait('keyed')")
+        with pytest.raises(psycopg.Error, match="it was not compared: it could not be refreshed: division by zero"):
+            conn.execute("CALL pgtrickle.verify_and_wait('failing')")
+    recorded = (
+        "SELECT pgt_name::text, equal FROM pgtrickle.pgt_verifications JOIN pgtrickle.pgt_stream_tables USING (pgt_id)"
+    )
+    assert sorted(conn.execute(recorded).fetchall()) == [("keyed", False), ("summed", True)]
+    assert conn.execute("SELECT DISTINCT kind FROM pgtrickle.pgt_requests").fetchall() == [("VERIFY",)]
+
+
+def test_requests_to_compare_are_served_once(db: pgtrickle.Database, database: TestDatabase) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"], initialize=False)
+    (request,) = db.conn.execute("SELECT pgtrickle.verify('keyed')").fetchone() or (0,)
+    asked = "SELECT stream_table, status, error FROM pgtrickle.request_status(%s)"
+    db.refresh("keyed")
+    assert db.conn.execute(asked, (request,)).fetchone() == ("public.keyed", "PENDING", None), (
+        "a refresh is no comparison"
+    )
+    done = CliRunner().invoke(cli, ["--dsn", database.dsn, "run", "--once"])
+    assert done.exit_code == 0, done.output
+    assert "1 done, 0 failed, 0 postponed" in done.output
+    assert db.conn.execute(asked, (request,)).fetchone() == ("public.keyed", "DONE", None)
+
+
+def test_only_the_owner_asks_to_compare(db: pgtrickle.Database, database: TestDatabase) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"])
+    other = database.create_role("other")
+    db.conn.execute(f"GRANT SELECT ON keyed TO {other}".encode())
+    with (
+        psycopg.connect(database.direct_dsn_as(other), autocommit=True) as theirs,
+        pytest.raises(psycopg.errors.InsufficientPrivilege, match=f"role {other} may not verify stream table"),
+    ):
+        theirs.execute("SELECT pgtrickle.verify('keyed')")
+
+
 def test_one_with_a_long_schedule_is_not_refreshed_to_be_compared(
     db: pgtrickle.Database, conn: psycopg.Connection
 ) -> None:

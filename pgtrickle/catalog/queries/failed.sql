@@ -23,4 +23,4 @@ WITH failed AS (
             %(by)s, %(told)s, %(sqlstate)s, %(kind)s)
 )
 UPDATE pgtrickle.pgt_requests SET status = 'FAILED', finished_at = clock_timestamp(), error = %(told)s
-WHERE pgt_id = %(id)s AND status = 'PENDING' AND %(answers)s;
+WHERE pgt_id = %(id)s AND status = 'PENDING' AND kind = 'REFRESH' AND %(answers)s;

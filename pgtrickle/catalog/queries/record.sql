@@ -36,6 +36,6 @@ WITH moved AS (
 ), answered AS (
     UPDATE pgtrickle.pgt_requests
     SET status = 'DONE', finished_at = clock_timestamp(), refresh_id = (SELECT refresh_id FROM written), error = NULL
-    WHERE pgt_id = %(id)s AND status = 'PENDING' AND pg_visible_in_snapshot(xid, %(snapshot)s)
+    WHERE pgt_id = %(id)s AND status = 'PENDING' AND kind = 'REFRESH' AND pg_visible_in_snapshot(xid, %(snapshot)s)
 )
 SELECT coalesce((SELECT refresh_id FROM written), 0);

@@ -12,7 +12,7 @@ WITH RECURSIVE active AS MATERIALIZED (
     SELECT database, source_stable_name, max(xid) AS xid FROM active GROUP BY 1, 2
 ), candidate AS (
     SELECT pgt_id, max(asked_at) AS asked_at, bool_or(unprompted) AS unprompted FROM (
-        SELECT pgt_id, requested_at AS asked_at, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING'
+        SELECT pgt_id, requested_at AS asked_at, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING' AND kind = 'REFRESH'
         UNION ALL
         SELECT d.pgt_id, NULL, false FROM newest JOIN pgtrickle.pgt_dependencies d USING (source_stable_name)
         UNION ALL

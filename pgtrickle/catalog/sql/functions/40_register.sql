@@ -365,15 +365,15 @@ END
 $$;
 
 -- Under a key that its author has used before it is the same request; one that failed is filed again.
-CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text, kind text) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     request bigint;
 BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, 'refresh');
+    PERFORM pgtrickle._require_owner(caller, id, lower(kind));
     PERFORM pgtrickle._require_room(caller);
-    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key) VALUES (id, caller, key)
+    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key, kind) VALUES (id, caller, key, kind)
     ON CONFLICT (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL DO UPDATE
     SET status = CASE r.status WHEN 'FAILED' THEN 'PENDING' ELSE r.status END,
         error = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.error END,

@@ -67,7 +67,7 @@ BEGIN
         PERFORM pgtrickle._reset_fuse(caller, id, a ->> 'action');
     -- Requests
     ELSIF NEW.action = 'request' THEN
-        NEW.result := to_jsonb(pgtrickle._file_request(caller, id, a ->> 'key'));
+        NEW.result := to_jsonb(pgtrickle._file_request(caller, id, a ->> 'key', coalesce(a ->> 'kind', 'REFRESH')));
     ELSIF NEW.action = 'ask_for_changes' THEN
         NEW.result := to_jsonb(pgtrickle._ask_for_changes(caller, (a ->> 'reader')::bigint, id));
     -- Other databases

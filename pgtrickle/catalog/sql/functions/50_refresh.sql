@@ -1,6 +1,6 @@
 -- Asking for a refresh: the service does the work.
 
-CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL, kind text DEFAULT 'REFRESH') RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -10,7 +10,7 @@ BEGIN
         RAISE EXCEPTION 'a standby cannot refresh stream tables'
             USING ERRCODE = 'read_only_sql_transaction', HINT = 'Ask on the primary; the result arrives here by replication.';
     END IF;
-    request := pgtrickle._gate('request', jsonb_build_object('id', id, 'key', key))::bigint;
+    request := pgtrickle._gate('request', jsonb_build_object('id', id, 'key', key, 'kind', kind))::bigint;
     PERFORM pgtrickle._warn_without_service();
     RETURN request;
 END
@@ -51,7 +51,7 @@ AS $$
 $$;
 
 -- Returns when a request is done. No SET here: a procedure that commits cannot have it.
-CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval)
+CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval, what text DEFAULT 'refresh')
 LANGUAGE plpgsql
 AS $$
 DECLARE
@@ -65,13 +65,14 @@ BEGIN
         IF state.status = 'DONE' THEN
             RETURN;
         ELSIF state.status = 'FAILED' THEN
-            RAISE EXCEPTION 'the refresh of % failed: %', name, state.error
+            RAISE EXCEPTION 'the % of % failed: %', what, name, state.error
                 USING ERRCODE = 'external_routine_exception',
-                      HINT = pg_catalog.format('SELECT * FROM pgtrickle.get_refresh_history(%L) tells more.', name);
+                      HINT = CASE what WHEN 'refresh' THEN pg_catalog.format('SELECT * FROM pgtrickle.get_refresh_history(%L) tells more.', name)
+                                  ELSE '`pgtrickle verify` shows the rows.' END;
         ELSIF state.status IS NULL THEN
-            RAISE EXCEPTION 'stream table % was dropped before its refresh', name USING ERRCODE = 'undefined_table';
+            RAISE EXCEPTION 'stream table % was dropped before its %', name, what USING ERRCODE = 'undefined_table';
         ELSIF pg_catalog.clock_timestamp() >= deadline THEN
-            RAISE EXCEPTION 'the refresh of % was not done within %', name, timeout
+            RAISE EXCEPTION 'the % of % was not done within %', what, name, timeout
                 USING ERRCODE = 'query_canceled',
                       HINT = 'The request still stands. Is a service running (`pgtrickle run`)?';
         END IF;
@@ -90,5 +91,24 @@ DECLARE
 BEGIN
     COMMIT;
     CALL pgtrickle._await(name, request, pg_catalog.clock_timestamp() + timeout, timeout);
+END
+$$;
+
+-- Asks for a comparison of the stream table with its query; pgtrickle.pgt_verifications has what was found.
+CREATE OR REPLACE FUNCTION pgtrickle.verify(name text) RETURNS bigint
+LANGUAGE sql
+AS $$
+    SELECT pgtrickle._request(pgtrickle._get(name), kind => 'VERIFY')
+$$;
+
+-- Returns when they are equal; raises what is wrong otherwise.
+CREATE OR REPLACE PROCEDURE pgtrickle.verify_and_wait(name text, timeout interval DEFAULT '10 minutes')
+LANGUAGE plpgsql
+AS $$
+DECLARE
+    request bigint := pgtrickle.verify(name);
+BEGIN
+    COMMIT;
+    CALL pgtrickle._await(name, request, pg_catalog.clock_timestamp() + timeout, timeout, 'comparison');
 END
 $$;
