@@ -14,7 +14,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYSPARK_DRIVER_PYTHON := $(PYSPARK_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint bench clean java
+.PHONY: help demo test test-long lint bench docs clean java
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -56,6 +56,13 @@ test-long: $(STAMP) java $(VENV)/.prepared ## Run the tests that take minutes
 bench: $(STAMP) java ## Measure, print the table, write the plot
 	$(BIN)/python -m bench
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs ## Build the documentation site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean: ## Remove everything that make created
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache spark-warehouse metastore_db derby.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
