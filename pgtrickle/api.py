@@ -75,7 +75,7 @@ class StreamTableStatus:
     effective_mode: str | None
     mode_reason: str | None
     reinit_reason: str | None
-    staleness: float | None  # seconds since it was last known to be what its query says
+    staleness: float | None  # seconds since the oldest change it lacks was committed, 0 if it lacks none
     errors: int  # failed refreshes since the last good one
     last_error: str | None
     last_status: str | None
@@ -409,7 +409,7 @@ class Database(OtherDatabases):
             ).fetchall()
 
     def staleness(self, name: str) -> float | None:
-        """Seconds since the stream table was last known to be what its query says; None before its first refresh."""
+        """Seconds since the oldest change that the stream table lacks was committed, 0 if it lacks none; None before its first refresh."""
         row = self.conn.execute("SELECT pgtrickle._staleness(%s)", (self.id_of(name),)).fetchone()
         return row[0] if row is not None else None
 

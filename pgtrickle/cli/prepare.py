@@ -14,7 +14,7 @@ def prepare(as_json: bool) -> None:
     """Make Spark start faster on this machine.
 
     Java loads and checks Spark's classes whenever a command starts Spark. This does it once and keeps the outcome in a file of
-    some 150 MB below ~/.cache/pgtrickle (or XDG_CACHE_HOME), which all later commands of this user read. It takes about a
+    about 170 MB below ~/.cache/pgtrickle (or XDG_CACHE_HOME), which all later commands of this user read. It takes about a
     minute. Run it again after an update of Java or pgtrickle; until then Spark starts as if there were no file.
     """
     from pgtrickle.engine.class_archive import make_archive

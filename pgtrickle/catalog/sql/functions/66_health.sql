@@ -132,7 +132,7 @@ AS $$
     )
     SELECT 'service', CASE service.scheduler_status WHEN 'DISABLED' THEN 'WARN' ELSE 'ERROR' END,
            'no service looks after this database' || coalesce('; one could not: ' || refusal.reason, ''),
-           CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run' ELSE 'Mend that, or see the log of the service.' END
+           CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run' ELSE 'Fix this, or see the log of the service.' END
     FROM service LEFT JOIN refusal ON true WHERE service.services = 0
     UNION ALL
     SELECT 'scheduler', 'WARN', 'a service is in trouble here: ' || refusal.reason, 'See the log of the service.'
