@@ -409,7 +409,10 @@ class Database(OtherDatabases):
             ).fetchall()
 
     def staleness(self, name: str) -> float | None:
-        """Seconds since the oldest change that the stream table lacks was committed, 0 if it lacks none; None before its first refresh."""
+        """Seconds since the oldest change that the stream table lacks was committed.
+
+        0 if it lacks none, None before its first refresh.
+        """
         row = self.conn.execute("SELECT pgtrickle._staleness(%s)", (self.id_of(name),)).fetchone()
         return row[0] if row is not None else None
 
