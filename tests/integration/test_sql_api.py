@@ -452,6 +452,14 @@ def test_an_exported_definition_creates_the_same(shop: Connection) -> None:
     assert one(shop, described) == before
 
 
+def test_a_drop_that_comes_second_names_the_stream_table(shop: Connection) -> None:
+    pgt_id = create(shop, "x", "SELECT id FROM orders", initialize=False)
+    shop.execute("SELECT pgtrickle.drop_stream_table('x')")
+    # Its name was looked up before the other transaction committed.
+    with pytest.raises(psycopg.errors.UndefinedObject, match="stream table x was dropped by another transaction"):
+        shop.execute("SELECT pgtrickle._drop(%s, false, 'x')", [pgt_id])
+
+
 def test_requests_and_the_warning_without_a_service(shop: Connection) -> None:
     notices: list[str] = []
     shop.add_notice_handler(lambda diagnostic: notices.append(str(diagnostic.message_primary)))

@@ -34,7 +34,7 @@ def test_a_distribution_works_in_an_empty_environment(tmp_path: Path, server: Em
     (archive,) = (path for path in tmp_path.iterdir() if path.is_file())
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python, pgtrickle = (tmp_path / "venv" / "bin" / name for name in ("python", "pgtrickle"))
-    pip = [python, "-m", "pip", "install", "--quiet", "--constraint", REPOSITORY / "constraints.txt"]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--constraint", REPOSITORY / "constraints.txt"]
     run(*pip, archive)
     assert run(pgtrickle, "--version").strip() == f"pgtrickle, version {__version__}"
     assert "pip install 'pgtrickle[demo]'" in run(pgtrickle, "demo", "--seconds", "1", fails=True)

@@ -199,13 +199,14 @@ AS $$
     SELECT array_agg(each.pgt_id ORDER BY each.depth DESC, each.pgt_id) FROM (SELECT f.pgt_id, max(f.depth) AS depth FROM found AS f GROUP BY 1) AS each
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._drop(id bigint, cascade boolean) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._drop(id bigint, cascade boolean, name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     gone bigint[];
     dropped record;
-    label text := (SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id);
+    -- Another transaction may have dropped it since its name was looked up.
+    label text := coalesce((SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id), name);
     former text := pgtrickle._keep_ddl_here();
 BEGIN
     BEGIN
@@ -254,5 +255,5 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.drop_stream_table(name text, cascade boolean DEFAULT false) RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._drop(pgtrickle._get(name), cascade)
+    SELECT pgtrickle._drop(pgtrickle._get(name), cascade, name)
 $$;
