@@ -651,7 +651,7 @@ def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
         f'SELECT pgtrickle._gate(\'change\', \'{{"id": {mine}, "schedule": "1m"}}\')',
         f"SELECT pgtrickle._gate('request', '{{\"id\": {mine}}}')",
         f"SELECT pgtrickle._change('alice', {mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
-        f"SELECT pgtrickle._file_request('alice', {mine}, NULL)",
+        f"SELECT pgtrickle._file_request('alice', {mine}, NULL, 'REFRESH')",
         f"SELECT * FROM pgtrickle_views.read_{mine}('SELECT 1', '{{}}') AS r (a int)",
         f"SELECT pgtrickle_views.write_{mine}('DROP TABLE alice.t', NULL)",
         f"CREATE OR REPLACE FUNCTION pgtrickle_views.read_{mine}(query text) RETURNS SETOF record LANGUAGE sql AS ''",
