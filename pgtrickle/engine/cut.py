@@ -15,10 +15,10 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.shards import Shards, shards_here
 from pgtrickle.errors import RefreshError
+from pgtrickle.frontier.frontier import Snapshot
 
 if TYPE_CHECKING:
     from pgtrickle.engine.other_cut import OtherCut

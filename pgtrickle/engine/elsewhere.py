@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 from psycopg.rows import class_row
 
-from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.engine.foreign_servers import ForeignServers
@@ -25,6 +24,7 @@ from pgtrickle.engine.offers import Brokers, Interest
 from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.reach import Connections, Kept, check_catalog, dsn_from, is_node, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
+from pgtrickle.frontier.frontier import Frontier, Reflected
 
 if TYPE_CHECKING:
     from pgtrickle.engine.work import Work

@@ -15,8 +15,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from psycopg import sql
 
-from pgtrickle.capture.frontier import Snapshot
-from pgtrickle.capture.window import since
 from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
 from pgtrickle.compile.text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.compile.wide import Slice
@@ -28,6 +26,8 @@ from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.origins import origins_of
 from pgtrickle.engine.reach import told
 from pgtrickle.engine.shards import Shards
+from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
 

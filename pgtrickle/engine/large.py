@@ -22,7 +22,6 @@ from psycopg.conninfo import make_conninfo
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, functions
 
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.text import SHARDS
@@ -37,6 +36,7 @@ from pgtrickle.engine.session import is_embedded, large_settings, large_tasks, s
 from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.engine.spark_files import private_directory
+from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
 # As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.

@@ -12,10 +12,10 @@ from typing import Protocol
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.compile.postgres import form_type
 from pgtrickle.compile.wide import Wide, change_scan
 from pgtrickle.engine.fetch import Fetcher, Forms, arrow_type
+from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.query.plan import Plan
 
 XID = "xid"

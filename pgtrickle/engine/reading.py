@@ -14,7 +14,6 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from pgtrickle.capture.frontier import Frontier, Reflected
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.place import Placement
@@ -47,6 +46,7 @@ from pgtrickle.errors import (
     SourceChangedError,
     SourceLockedError,
 )
+from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 
 log = logging.getLogger("pgtrickle.engine")

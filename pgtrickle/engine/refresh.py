@@ -16,7 +16,6 @@ import psycopg
 import pyarrow as pa
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Frontier
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
@@ -46,6 +45,7 @@ from pgtrickle.errors import (
     SourceLockedError,
     StreamTableNotFoundError,
 )
+from pgtrickle.frontier.frontier import Frontier
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]

@@ -10,13 +10,13 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Frontier, Snapshot
-from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.offers import Offer
 from pgtrickle.engine.other_cut import ForeignSource, OtherCut
 from pgtrickle.engine.reach import is_node
+from pgtrickle.frontier.frontier import Frontier, Snapshot
+from pgtrickle.frontier.window import since
 
 
 @dataclass(frozen=True)

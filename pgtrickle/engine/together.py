@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pyarrow as pa
 from psycopg import sql
 
-from pgtrickle.capture.frontier import Snapshot
-from pgtrickle.capture.window import since
 from pgtrickle.compile.postgres import form_type
 from pgtrickle.compile.wide import Slice, Wide, change_scan
 from pgtrickle.engine.fetch import Fetcher, Forms, InMemory, Request, arrow_type
+from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Plan
 
 # PostgreSQL gives at most 1,664 columns.

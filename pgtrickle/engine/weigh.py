@@ -10,7 +10,6 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.engine.cut import Cut
@@ -19,6 +18,7 @@ from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import FuseBlownError
+from pgtrickle.frontier.window import since
 
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
 WORTH_COUNTING = 1 << 20

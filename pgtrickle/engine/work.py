@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pgtrickle.capture.frontier import Frontier, Snapshot
 from pgtrickle.engine.decide import Decision
 from pgtrickle.engine.fetch import Fetcher, Part
 from pgtrickle.engine.jobs import Job
@@ -18,6 +17,7 @@ from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import Phases, StreamTableRow
+from pgtrickle.frontier.frontier import Frontier, Snapshot
 from pgtrickle.query.plan import Fragment
 
 if TYPE_CHECKING:

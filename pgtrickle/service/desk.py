@@ -23,8 +23,6 @@ import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.capture.frontier import Snapshot
-from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.engine.copying import copy_out
@@ -32,6 +30,8 @@ from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export,
 from pgtrickle.engine.offers import WEIGHT, XID, Offer, Offered, schema_type
 from pgtrickle.engine.reach import Connections, check_catalog, told
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.window import since
 
 log = logging.getLogger("pgtrickle.broker")
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import flight
 
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.engine.offers import Offer, Offered
+from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.service.config import BrokerConfig, is_loopback
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 import pgtrickle
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.engine.offers import Offered
+from pgtrickle.frontier.frontier import Snapshot
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until
 
