@@ -12,7 +12,6 @@ from sqlglot import exp
 
 from pgtrickle.delta.outer import outer_as_union
 from pgtrickle.delta.restrict import is_chain
-from pgtrickle.query.normalise import substitute
 from pgtrickle.query.plan import (
     Column,
     Exists,
@@ -26,6 +25,7 @@ from pgtrickle.query.plan import (
     Values,
     used_ids,
 )
+from pgtrickle.query.rewrites.normalise import substitute
 
 Items = tuple[tuple[Column, exp.Expression], ...]
 

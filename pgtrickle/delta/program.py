@@ -9,9 +9,9 @@ from pgtrickle.delta.keys import key_columns
 from pgtrickle.delta.linear import Linear, linear_form
 from pgtrickle.delta.prints import check_prints
 from pgtrickle.delta.restrict import is_chain
-from pgtrickle.query.bind import Binder
-from pgtrickle.query.normalise import normalise
+from pgtrickle.query.binder import Binder
 from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, inputs_of, scans_of
+from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.unsupported import Unsupported
 
 # Filters and projections that PostgreSQL evaluates when rows are applied, from the first to the last.

@@ -19,7 +19,7 @@ from pgtrickle.delta.program import Program, build_program
 from pgtrickle.engine.fence import write_as_owner
 from pgtrickle.engine.jobs import Job, check_cost
 from pgtrickle.errors import PrivilegeError, SourceChangedError
-from pgtrickle.query.bind import Binder
+from pgtrickle.query.binder import Binder
 from pgtrickle.query.budget import NESTED, Budget, OverBudget, planning_within
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation, scans_of

@@ -24,7 +24,7 @@ from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PrivilegeError
-from pgtrickle.query.openness import left_open
+from pgtrickle.query.nondeterminism import left_open
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.query.openness import left_open
+from pgtrickle.query.nondeterminism import left_open
 
 OPEN = {
     "SELECT k, array_agg(x) AS a FROM t GROUP BY k": "array_agg() without ORDER BY",

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from sqlglot import exp
 
-from pgtrickle.query.arguments import compute_arguments
 from pgtrickle.query.conditions import conjunction, conjuncts, unwrap
 from pgtrickle.query.plan import (
     Aggregate,
@@ -30,6 +29,7 @@ from pgtrickle.query.plan import (
     rebuild,
     used_ids,
 )
+from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
 from pgtrickle.query.types import RECORD
 from pgtrickle.query.unsupported import Unsupported
 
