@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from pgtrickle.compile.postgres import expression_sql, form_sql
 from pgtrickle.compile.text import ident
-from pgtrickle.delta.linear import Linear
-from pgtrickle.delta.program import Step
+from pgtrickle.ivm.additive import Linear
+from pgtrickle.ivm.program import Step
 from pgtrickle.query.plan import Column, Filter
 from pgtrickle.query.types import PgType
 

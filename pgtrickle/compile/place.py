@@ -11,8 +11,8 @@ from pgtrickle.compile.sink import sink
 from pgtrickle.compile.spark_aggregates import forms_needed
 from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions, constant
 from pgtrickle.compile.spark_numbers import number_sql
-from pgtrickle.delta.outer import outer_as_union
-from pgtrickle.delta.restrict import is_chain
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.outer_join import outer_as_union
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

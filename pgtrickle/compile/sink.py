@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from sqlglot import exp
 
-from pgtrickle.delta.outer import outer_as_union
-from pgtrickle.delta.restrict import is_chain
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.outer_join import outer_as_union
 from pgtrickle.query.plan import (
     Column,
     Exists,

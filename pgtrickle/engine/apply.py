@@ -26,8 +26,6 @@ from pgtrickle.compile.apply import (
 )
 from pgtrickle.compile.placed import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.text import ident
-from pgtrickle.delta.linear import Linear
-from pgtrickle.delta.program import Program
 from pgtrickle.engine import fence
 from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local
@@ -44,6 +42,8 @@ from pgtrickle.errors import (
     RefreshConflictError,
     SourceLockedError,
 )
+from pgtrickle.ivm.additive import Linear
+from pgtrickle.ivm.program import Program
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from psycopg import sql
 from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
 from pgtrickle.compile.text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.compile.wide import Slice
-from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine import copying
 from pgtrickle.engine.beside import Beside, Order
 from pgtrickle.engine.copying import copy_out
@@ -28,6 +27,7 @@ from pgtrickle.engine.reach import told
 from pgtrickle.engine.shards import Shards
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.frontier.window import since
+from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
 

@@ -14,10 +14,10 @@ from pgtrickle.compile.place import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark import Forms, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.compile.spark_expressions import NotOnSpark
-from pgtrickle.delta.linear import Linear
-from pgtrickle.delta.program import Program
-from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.fetch import Fetcher, T
+from pgtrickle.ivm.additive import Linear
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.program import Program
 from pgtrickle.query.budget import OverBudget
 from pgtrickle.query.plan import (
     Aggregate,

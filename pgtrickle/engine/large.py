@@ -25,7 +25,6 @@ from pyspark.sql import DataFrame, functions
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.text import SHARDS
-from pgtrickle.delta.restrict import is_chain
 from pgtrickle.engine.cut import export
 from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
@@ -37,6 +36,7 @@ from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.engine.spark_files import private_directory
 from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 
 # As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.

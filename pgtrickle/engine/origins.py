@@ -8,7 +8,7 @@ from functools import lru_cache
 from sqlglot import exp
 
 from pgtrickle.compile.spark_expressions import constant
-from pgtrickle.delta.restrict import is_chain
+from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

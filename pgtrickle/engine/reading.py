@@ -19,7 +19,6 @@ from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.place import Placement
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.text import SHARDS
-from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine import fence
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled
@@ -47,6 +46,7 @@ from pgtrickle.errors import (
     SourceLockedError,
 )
 from pgtrickle.frontier.frontier import Frontier, Reflected
+from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 
 log = logging.getLogger("pgtrickle.engine")

@@ -12,10 +12,10 @@ from sqlglot import exp
 
 import pgtrickle
 from pgtrickle.catalog.gate import pass_gate
-from pgtrickle.delta.differentiate import MOST_OPERATORS
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, PrivilegeError
+from pgtrickle.ivm.differentiate import MOST_OPERATORS
 from pgtrickle.query.plan import Column, Filter, Plan, Relation, RelationColumn, Scan, UnionAll, Version
 from pgtrickle.query.types import PgType
 from tests.support.service import running_service, until

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.delta.simplify import simplify
 from pgtrickle.engine.jobs import Job, change_job, check_cost, check_job
+from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 from pgtrickle.query.plan import UnionAll
 from pgtrickle.query.unsupported import Unsupported

@@ -7,8 +7,8 @@ import pytest
 from pgtrickle.compile.place import Placer
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.spark import compile_spark, forms_of, fragment_forms
-from pgtrickle.delta.restrict import is_chain
-from pgtrickle.delta.simplify import simplify
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.plan import Flip, Fragment, KeyFilter, Plan, Regroup, Scan, Version, inputs_of, scans_of
 from pgtrickle.query.unsupported import Unsupported
 from tests.support.planning import plan_query

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgtrickle.delta.differentiate import differentiate
-from pgtrickle.delta.keys import key_columns
-from pgtrickle.delta.linear import Linear, linear_form
-from pgtrickle.delta.prints import check_prints
-from pgtrickle.delta.restrict import is_chain
+from pgtrickle.ivm.additive import Linear, linear_form
+from pgtrickle.ivm.differentiate import differentiate
+from pgtrickle.ivm.fingerprint import check_prints
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.unique_key import key_columns
 from pgtrickle.query.binder import Binder
 from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, inputs_of, scans_of
 from pgtrickle.query.rewrites.normalise import normalise

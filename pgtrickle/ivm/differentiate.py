@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlglot import exp
 
-from pgtrickle.delta.outer import padded, partner_mark
-from pgtrickle.delta.restrict import Keys, restrict
+from pgtrickle.ivm.key_bounds import Keys, restrict
+from pgtrickle.ivm.outer_join import padded, partner_mark
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
