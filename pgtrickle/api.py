@@ -18,7 +18,7 @@ from pgtrickle.api_databases import OtherDatabases
 from pgtrickle.api_errors import clear_errors
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
-from pgtrickle.compile.place import AcrossDatabases
+from pgtrickle.compile.placement import AcrossDatabases
 from pgtrickle.engine.connection import connect as open_connection
 from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.functions import describe_functions, note_functions

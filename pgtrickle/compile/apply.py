@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pgtrickle.compile.postgres import expression_sql, form_sql
-from pgtrickle.compile.text import ident
+from pgtrickle.compile.sql_text import ident
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.program import Step
 from pgtrickle.query.plan import Column, Filter

@@ -24,8 +24,8 @@ from pgtrickle.compile.apply import (
     resync_statement,
     rows_statement,
 )
-from pgtrickle.compile.placed import placed_key, placed_statements, stage_ddl
-from pgtrickle.compile.text import ident
+from pgtrickle.compile.citus_apply import placed_key, placed_statements, stage_ddl
+from pgtrickle.compile.sql_text import ident
 from pgtrickle.engine import fence
 from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local

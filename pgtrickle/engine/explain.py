@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pgtrickle.compile.place import Placer
+from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
-from pgtrickle.compile.text import readable
+from pgtrickle.compile.sql_text import readable
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.query.plan import (

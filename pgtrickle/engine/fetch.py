@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
-from pgtrickle.compile.text import CHANGES, PART, SHARDS, SqlText
-from pgtrickle.compile.wide import Slice
+from pgtrickle.compile.shared_scan import Slice
+from pgtrickle.compile.sql_text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.engine import copying
 from pgtrickle.engine.beside import Beside, Order
 from pgtrickle.engine.copying import copy_out

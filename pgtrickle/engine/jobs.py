@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from sqlglot import exp
 
-from pgtrickle.compile.place import AcrossDatabases, Placement, Placer
+from pgtrickle.compile.placement import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
-from pgtrickle.compile.spark import Forms, Tables, compile_spark, forms_of, fragment_forms
-from pgtrickle.compile.spark_expressions import NotOnSpark
+from pgtrickle.compile.spark.compiler import Forms, Tables, compile_spark, forms_of, fragment_forms
+from pgtrickle.compile.spark.expressions import NotOnSpark
 from pgtrickle.engine.fetch import Fetcher, T
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.key_bounds import is_chain

@@ -24,7 +24,7 @@ from pyspark.sql import DataFrame, functions
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
-from pgtrickle.compile.text import SHARDS
+from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.engine.cut import export
 from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request

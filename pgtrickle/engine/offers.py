@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pgtrickle.compile.postgres import form_type
-from pgtrickle.compile.wide import Wide, change_scan
+from pgtrickle.compile.shared_scan import Wide, change_scan
 from pgtrickle.engine.fetch import Fetcher, Forms, arrow_type
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.query.plan import Plan

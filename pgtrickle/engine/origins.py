@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.spark_expressions import constant
+from pgtrickle.compile.spark.expressions import constant
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.query.plan import (
     Aggregate,

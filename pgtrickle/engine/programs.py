@@ -14,7 +14,7 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
-from pgtrickle.compile.place import Placement
+from pgtrickle.compile.placement import Placement
 from pgtrickle.engine.fence import write_as_owner
 from pgtrickle.engine.jobs import Job, check_cost
 from pgtrickle.errors import PrivilegeError, SourceChangedError

@@ -16,9 +16,9 @@ from psycopg import sql
 
 from pgtrickle.catalog.analysis import Analysis, load_query
 from pgtrickle.catalog.problems import lacking
-from pgtrickle.compile.place import Placement
+from pgtrickle.compile.placement import Placement
 from pgtrickle.compile.postgres import compile_fragment
-from pgtrickle.compile.text import SHARDS
+from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.engine import fence
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.connection import is_pooled

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from pgtrickle.compile.spark import SHARED, NotShareableError
+from pgtrickle.compile.spark.compiler import SHARED, NotShareableError
 from pgtrickle.engine.fetch import Part
 from pgtrickle.engine.jobs import Job, SharedText
 from pgtrickle.query.plan import Fragment

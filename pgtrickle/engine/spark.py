@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from pgtrickle.compile.spark import SHARED
+from pgtrickle.compile.spark.compiler import SHARED
 from pgtrickle.engine.jobs import ZERO, Output
 from pgtrickle.engine.relations import Relations
 from pgtrickle.engine.session import spark_session

@@ -8,7 +8,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from pgtrickle.compile.postgres import form_type
-from pgtrickle.compile.wide import Slice, Wide, change_scan
+from pgtrickle.compile.shared_scan import Slice, Wide, change_scan
 from pgtrickle.engine.fetch import Fetcher, Forms, InMemory, Request, arrow_type
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.frontier.window import since

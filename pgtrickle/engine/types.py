@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from typing import Any
 
-from pgtrickle.compile.text import ident
+from pgtrickle.compile.sql_text import ident
 from pgtrickle.engine.failures import failure_of
 from pgtrickle.engine.load import Delta
 from pgtrickle.engine.reach import is_node

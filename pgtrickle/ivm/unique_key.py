@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sqlglot import exp
 
-from pgtrickle.compile.spark_expressions import constant
+from pgtrickle.compile.spark.expressions import constant
 from pgtrickle.query.conditions import unwrap
 from pgtrickle.query.plan import (
     Aggregate,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.compile.place import Placer
+from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
-from pgtrickle.compile.spark import compile_spark, forms_of, fragment_forms
+from pgtrickle.compile.spark.compiler import compile_spark, forms_of, fragment_forms
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.plan import Flip, Fragment, KeyFilter, Plan, Regroup, Scan, Version, inputs_of, scans_of

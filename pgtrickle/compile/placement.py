@@ -7,10 +7,10 @@ from typing import Literal
 
 from sqlglot import exp
 
-from pgtrickle.compile.sink import sink
-from pgtrickle.compile.spark_aggregates import forms_needed
-from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions, constant
-from pgtrickle.compile.spark_numbers import number_sql
+from pgtrickle.compile.pushdown import sink
+from pgtrickle.compile.spark.aggregates import forms_needed
+from pgtrickle.compile.spark.arithmetic import number_sql
+from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions, constant
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.outer_join import outer_as_union
 from pgtrickle.query.plan import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlglot import exp
 
 from pgtrickle.compile.postgres import decimal_nan, form_name
-from pgtrickle.compile.spark_expressions import NotOnSpark
+from pgtrickle.compile.spark.expressions import NotOnSpark
 from pgtrickle.query.conditions import unwrap
 from pgtrickle.query.plan import Aggregate, Column
 from pgtrickle.query.types import BOOL, INT8, Form

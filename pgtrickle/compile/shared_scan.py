@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from sqlglot import exp
 
 from pgtrickle.compile.postgres import buffered, expression_sql, form_name, form_sql
-from pgtrickle.compile.text import SqlText, hole
+from pgtrickle.compile.sql_text import SqlText, hole
 from pgtrickle.query.plan import Column, Filter, Plan, Project, Relation, Scan, Version
 from pgtrickle.query.types import Form, PgType
 

@@ -7,7 +7,7 @@ with its weights and row ids (compile.apply). Rows are told apart by `__pgt_row_
 from __future__ import annotations
 
 from pgtrickle.compile.apply import ROW_ID, Target
-from pgtrickle.compile.text import ident
+from pgtrickle.compile.sql_text import ident
 from pgtrickle.query.plan import Column
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from sqlglot import exp
 
 from pgtrickle.compile.postgres import decimal_nan
-from pgtrickle.compile.spark_expressions import NotOnSpark, SparkExpressions
+from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions
 from pgtrickle.query.conditions import unwrap
 from pgtrickle.query.types import Form, PgType
 
