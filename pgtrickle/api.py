@@ -19,7 +19,6 @@ from pgtrickle.api_errors import clear_errors
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.compile.placement import AcrossDatabases
-from pgtrickle.engine.connection import connect as open_connection
 from pgtrickle.engine.explain import explain_program
 from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
@@ -38,6 +37,7 @@ from pgtrickle.errors import (
     StreamTableNotFoundError,
 )
 from pgtrickle.ivm.program import Program
+from pgtrickle.postgres.connection import connect as open_connection
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]
 

@@ -26,7 +26,6 @@ from pgtrickle.compile.apply import (
 )
 from pgtrickle.compile.citus_apply import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.sql_text import ident
-from pgtrickle.engine import fence
 from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
@@ -44,6 +43,7 @@ from pgtrickle.errors import (
 )
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.program import Program
+from pgtrickle.postgres import fence
 from pgtrickle.query.plan import Project
 
 if TYPE_CHECKING:

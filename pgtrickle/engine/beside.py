@@ -21,8 +21,8 @@ import pyarrow as pa
 from psycopg import sql
 from pyarrow import ipc
 
-from pgtrickle.engine.copying import copy_out
 from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
+from pgtrickle.postgres.copying import copy_out
 
 MANY = 8 << 20  # bytes of a change buffer from which it is worth while
 IDLE_SECONDS = 60.0  # after which a process ends

@@ -17,9 +17,9 @@ import psycopg
 
 from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
-from pgtrickle.engine import fence
 from pgtrickle.engine.reach import Connections, dsn_from, told
 from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
+from pgtrickle.postgres import fence
 
 if TYPE_CHECKING:
     from pgtrickle.engine.elsewhere import Elsewhere

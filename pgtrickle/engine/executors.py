@@ -28,8 +28,8 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import StructType
 
-from pgtrickle.engine.copying import CopyOut
-from pgtrickle.engine.formats import PARSE, WRITE, arrow_type, conversion
+from pgtrickle.postgres.copying import CopyOut
+from pgtrickle.postgres.formats import PARSE, WRITE, arrow_type, conversion
 
 FORMAT = "pgtrickle"
 # The attempt that names the attempts whose rows count, in the column of the weight.

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from pgtrickle.engine.apply import Diverged
-from pgtrickle.engine.connection import another, is_pooled
 from pgtrickle.engine.cut import Cut
 from pgtrickle.engine.types import Outcome, RefreshResult
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.postgres.connection import another, is_pooled
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import Engine

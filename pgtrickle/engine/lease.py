@@ -17,7 +17,7 @@ import psycopg
 
 from pgtrickle import __version__
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.connection import another
+from pgtrickle.postgres.connection import another
 
 SECONDS = 30.0
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from psycopg import sql
 from pyarrow import csv
 
-from pgtrickle.engine.formats import WRITE
+from pgtrickle.postgres.formats import WRITE
 
 # Up to here a delta is a parameter and the refresh leaves no trace in PostgreSQL's catalogs.
 PARAMETER_ROWS = 10_000

@@ -15,10 +15,10 @@ from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
 from pgtrickle.compile.placement import Placement
-from pgtrickle.engine.fence import write_as_owner
 from pgtrickle.engine.jobs import Job, check_cost
 from pgtrickle.errors import PrivilegeError, SourceChangedError
 from pgtrickle.ivm.program import Program, build_program
+from pgtrickle.postgres.fence import write_as_owner
 from pgtrickle.query.binder import Binder
 from pgtrickle.query.budget import NESTED, Budget, OverBudget, planning_within
 from pgtrickle.query.dialect import parse

@@ -17,8 +17,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pgtrickle.catalog.databases import DsnPolicy, reachable
 from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.catalog.trust import Trust
-from pgtrickle.engine.connection import connect_with_rights, limit_waits
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, UntrustedCatalogError
+from pgtrickle.postgres.connection import connect_with_rights, limit_waits
 
 IDLE_SECONDS = 60.0
 RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one

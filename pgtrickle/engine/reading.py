@@ -19,10 +19,7 @@ from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.placement import Placement
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.sql_text import SHARDS
-from pgtrickle.engine import fence
 from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.connection import is_pooled
-from pgtrickle.engine.copying import ResultTooLargeError
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
 from pgtrickle.engine.elsewhere import Elsewhere
@@ -47,6 +44,9 @@ from pgtrickle.errors import (
 )
 from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.ivm.simplify import simplify
+from pgtrickle.postgres import fence
+from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.postgres.copying import ResultTooLargeError
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 
 log = logging.getLogger("pgtrickle.engine")

@@ -22,10 +22,8 @@ from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.connection import be_pooled, idle, pooled_for_now, trusting_only_catalog
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import Policy
-from pgtrickle.engine.fence import leave, write_as_owner
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
@@ -46,6 +44,8 @@ from pgtrickle.errors import (
     StreamTableNotFoundError,
 )
 from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.postgres.connection import be_pooled, idle, pooled_for_now, trusting_only_catalog
+from pgtrickle.postgres.fence import leave, write_as_owner
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]

@@ -17,13 +17,13 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from pgtrickle.engine import fence
-from pgtrickle.engine.connection import is_pooled
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.reading import TRANSPORT
 from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import PrivilegeError
+from pgtrickle.postgres import fence
+from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.query.nondeterminism import left_open
 
 if TYPE_CHECKING:

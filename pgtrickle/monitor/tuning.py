@@ -259,7 +259,7 @@ def _connect_and_look(conn: psycopg.Connection[Any], name: str, trusted_owners: 
     import psycopg
 
     from pgtrickle.catalog.trust import Trust
-    from pgtrickle.engine.connection import connect_with_rights
+    from pgtrickle.postgres.connection import connect_with_rights
 
     password = conn.info.password or None
     try:

@@ -17,7 +17,7 @@ import psycopg
 from psycopg.conninfo import make_conninfo
 
 from pgtrickle.catalog.trust import Trust
-from pgtrickle.engine.connection import connect_with_rights
+from pgtrickle.postgres.connection import connect_with_rights
 from pgtrickle.service.turns import ServerLimit
 
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.

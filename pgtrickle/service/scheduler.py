@@ -21,12 +21,12 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.citus import Cluster
-from pgtrickle.engine.connection import be_pooled, limit_waits
 from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.engine.lease import Lease
 from pgtrickle.engine.reach import dsn_from, is_node
 from pgtrickle.engine.sets import Sets
+from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag

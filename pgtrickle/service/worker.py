@@ -16,7 +16,6 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.connection import be_pooled
 from pgtrickle.engine.failures import LONGEST_MESSAGE, is_retried, kind_of
 from pgtrickle.engine.lease import KeptElsewhere
 from pgtrickle.engine.programs import Plans
@@ -24,6 +23,7 @@ from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.engine.verify import Verification, verify
+from pgtrickle.postgres.connection import be_pooled
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings

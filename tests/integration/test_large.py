@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import copying, large
+from pgtrickle.engine import large
 from pgtrickle.engine.executors import Reading, as_option
+from pgtrickle.postgres import copying
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query

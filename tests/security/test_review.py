@@ -258,7 +258,7 @@ def test_the_mode_of_one_stream_table_is_not_that_of_others(roles: Roles) -> Non
     roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")
     with roles.service() as db:
         db.refresh([hers])
-        from pgtrickle.engine.connection import is_pooled
+        from pgtrickle.postgres.connection import is_pooled
 
         assert is_pooled(db.conn) == (roles.database.pooler is not None)
 

@@ -15,8 +15,8 @@ from psycopg.pq import ExecStatus
 from psycopg.waiting import Wait
 from pyarrow import csv
 
-from pgtrickle.engine.formats import PARSE, conversion
 from pgtrickle.errors import RefreshError
+from pgtrickle.postgres.formats import PARSE, conversion
 
 # Bytes of one read that the driver holds. What is larger goes to Spark's executors.
 MOST_BYTES = 512 << 20
