@@ -11,9 +11,9 @@ import psycopg
 from pgtrickle.catalog.install import OLDEST_SERVER, installed_version, latest_version
 from pgtrickle.catalog.problems import problem_remedy
 from pgtrickle.cli.common import failures
-from pgtrickle.engine.session import check_java
 from pgtrickle.errors import JavaMissingError
 from pgtrickle.postgres.connection import another, is_pooled
+from pgtrickle.spark.session import check_java
 
 Connection = psycopg.Connection[Any]
 

@@ -11,9 +11,9 @@ from psycopg.rows import dict_row
 
 from pgtrickle.api import Database, RefreshResult
 from pgtrickle.cli.refresh import WAIT_SECONDS
-from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
 from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
+from pgtrickle.spark.progress import RefreshProgress, quiet_jvm
 
 # A service says every few seconds that it is there.
 SERVICE_SEEN = (

@@ -75,11 +75,11 @@ def run(
 
 
 def _run_service(config: ServiceConfig) -> None:
-    from pgtrickle.cli.spark_output import quiet_jvm
-    from pgtrickle.engine.session import check_java, spark_session, stop_spark
     from pgtrickle.monitor.http import serve_http
     from pgtrickle.monitor.logs import log_to_stderr
     from pgtrickle.service.service import Service
+    from pgtrickle.spark.progress import quiet_jvm
+    from pgtrickle.spark.session import check_java, spark_session, stop_spark
 
     check_java()
     log_to_stderr(config.log_format)
@@ -111,8 +111,8 @@ def _run_service(config: ServiceConfig) -> None:
 def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
     from pgtrickle.catalog.install import require_installed
     from pgtrickle.catalog.trust import Trust, require_trusted
-    from pgtrickle.cli.spark_output import RefreshProgress, quiet_jvm
     from pgtrickle.engine.failures import Policy
+    from pgtrickle.spark.progress import RefreshProgress, quiet_jvm
 
     stop_on_signals()
     with open_database(dsn) as database:

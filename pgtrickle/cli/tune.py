@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import click
 
 from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
-from pgtrickle.engine.session import MEMORY_VARIABLE
 from pgtrickle.monitor.tuning import (
     PROFILES,
     SIZES,
@@ -30,6 +29,7 @@ from pgtrickle.monitor.tuning import (
     size_of,
     total_stream_tables,
 )
+from pgtrickle.spark.session import MEMORY_VARIABLE
 
 if TYPE_CHECKING:
     from pgtrickle.api import Database

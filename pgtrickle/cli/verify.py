@@ -11,8 +11,8 @@ import click
 
 from pgtrickle import __version__
 from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
-from pgtrickle.cli.spark_output import quiet_jvm
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.spark.progress import quiet_jvm
 
 if TYPE_CHECKING:
     from pgtrickle.api import Database, Verification

@@ -26,18 +26,18 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.engine.cut import export
-from pgtrickle.engine.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.session import is_embedded, large_settings, large_tasks, spark_session
 from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
-from pgtrickle.engine.spark_files import private_directory
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.postgres.formats import spark_types
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
+from pgtrickle.spark.executors import FORMAT, Reading, Writing, as_option
+from pgtrickle.spark.private_files import private_directory
+from pgtrickle.spark.session import is_embedded, large_settings, large_tasks, spark_session
 
 # As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.
 STATEMENT_SECONDS = 1800.0

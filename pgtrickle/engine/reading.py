@@ -340,7 +340,7 @@ class Reading:
     @contextmanager
     def _blamed_on_executors(self, work: Work) -> Iterator[None]:
         """Suspend a stream table whose code had to be ended by an executor."""
-        from pgtrickle.engine.executors import WENT_ON
+        from pgtrickle.spark.executors import WENT_ON
 
         try:
             yield

@@ -18,9 +18,9 @@ from pyspark.errors import PySparkException
 from pgtrickle.compile.spark.compiler import SHARED
 from pgtrickle.engine.jobs import ZERO, Output
 from pgtrickle.engine.relations import Relations
-from pgtrickle.engine.session import spark_session
 from pgtrickle.engine.sharing import Input, Sharers, share
 from pgtrickle.errors import RefreshError
+from pgtrickle.spark.session import spark_session
 
 # Spark plans a text in one thread, and its time grows faster than the text: several are planned side by side, each with
 # as many stream tables as make up for what a text costs by itself.

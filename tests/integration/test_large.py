@@ -10,8 +10,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.engine import large
-from pgtrickle.engine.executors import Reading, as_option
 from pgtrickle.postgres import copying
+from pgtrickle.spark.executors import Reading, as_option
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query

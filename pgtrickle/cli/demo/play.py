@@ -17,10 +17,10 @@ from pgtrickle.api import Database, connect
 from pgtrickle.cli.demo.check import differences
 from pgtrickle.cli.demo.shop import SETTINGS, Writer, open_shop, stream_tables
 from pgtrickle.cli.demo.view import Board, Shown
-from pgtrickle.cli.spark_output import STARTING, quiet_jvm
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.session import check_java
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.spark.progress import STARTING, quiet_jvm
+from pgtrickle.spark.session import check_java
 
 REFRESH_SECONDS = 1.0
 CHECK_SECONDS = 10.0

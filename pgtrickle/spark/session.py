@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pgtrickle.engine.class_archive import archive_options
-from pgtrickle.engine.spark_files import jvm_environment, kill_jvms, private_directory, remove_private_directory
 from pgtrickle.errors import JavaMissingError
+from pgtrickle.spark.class_archive import archive_options
+from pgtrickle.spark.private_files import jvm_environment, kill_jvms, private_directory, remove_private_directory
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -118,7 +118,7 @@ def _started(builder: SparkSession.Builder) -> SparkSession:
 def large_settings() -> Iterator[SparkSession]:
     """The session with the settings of large refreshes. What others run meanwhile is slower, and as right."""
     session = spark_session()
-    from pgtrickle.engine.executors import PostgresSource
+    from pgtrickle.spark.executors import PostgresSource
 
     with _lock:  # two at once would both find that it is not there
         session.dataSource.register(PostgresSource)

@@ -60,7 +60,7 @@ def _is_ours(path: Path) -> bool:
 
 def make_archive() -> Path:
     """Make the file: a JVM runs small jobs and writes down, as it ends, what it had loaded. For a process of its own."""
-    from pgtrickle.engine.session import check_java, spark_session, stop_spark
+    from pgtrickle.spark.session import check_java, spark_session, stop_spark
 
     path = archive_path(check_java())
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def _run_small_jobs(session: SparkSession) -> None:
     """What refreshes do: rows from Arrow, joins, sums, windows, casts, rows to Arrow; small and large settings."""
     import pyarrow as pa
 
-    from pgtrickle.engine.session import large_settings
+    from pgtrickle.spark.session import large_settings
 
     rows = pa.table({"s0": ["1.5", "2.5"], "s1": ["a", None], "s2": [True, False], "w": [1, -1]})
     for _ in range(3):  # a class that the first run needs may only be linked by the next

@@ -16,7 +16,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from pgtrickle.engine.session import spark_is_running
+from pgtrickle.spark.session import spark_is_running
 
 # A Spark phase without rows ends at once and starts nothing; only one that lasts is worth a message.
 PATIENCE = 0.3
