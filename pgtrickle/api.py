@@ -20,7 +20,6 @@ from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.compile.placement import AcrossDatabases
 from pgtrickle.engine.explain import explain_program
-from pgtrickle.engine.functions import describe_functions, note_functions
 from pgtrickle.engine.jobs import require_placeable
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.refresh import Engine, OnStep
@@ -38,6 +37,7 @@ from pgtrickle.errors import (
 )
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres.connection import connect as open_connection
+from pgtrickle.sites.remote.functions import describe_functions, note_functions
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]
 

@@ -19,10 +19,10 @@ from pgtrickle.catalog.databases import (
     storable,
 )
 from pgtrickle.catalog.install import require_installed
-from pgtrickle.engine.elsewhere import NotThereError
-from pgtrickle.engine.reach import check_catalog, told
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.errors import InvalidQueryError, PgtrickleError
+from pgtrickle.sites.remote.connections import check_catalog, told
+from pgtrickle.sites.remote.databases import NotThereError
 
 
 class OtherDatabases:

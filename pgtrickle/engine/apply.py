@@ -26,7 +26,6 @@ from pgtrickle.compile.apply import (
 )
 from pgtrickle.compile.citus_apply import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.sql_text import ident
-from pgtrickle.engine.citus import PREPARED
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
 from pgtrickle.engine.jobs import full_query
@@ -45,6 +44,7 @@ from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres import fence
 from pgtrickle.query.plan import Project
+from pgtrickle.sites.citus.cluster import PREPARED
 
 if TYPE_CHECKING:
     from pgtrickle.engine.refresh import OnStep

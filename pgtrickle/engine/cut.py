@@ -16,12 +16,12 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.shards import Shards, shards_here
 from pgtrickle.errors import RefreshError
 from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.sites.citus.shards import Shards, shards_here
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.other_cut import OtherCut
+    from pgtrickle.sites.remote.cut import OtherCut
 
 LOCK_TIMEOUT = "5s"
 # Where many wait for the locks of all, nobody waits long for one.

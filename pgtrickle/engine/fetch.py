@@ -21,8 +21,6 @@ from pgtrickle.compile.sql_text import CHANGES, PART, SHARDS, SqlText
 from pgtrickle.engine.beside import Beside, Order
 from pgtrickle.engine.cut import set_local
 from pgtrickle.engine.origins import origins_of
-from pgtrickle.engine.reach import told
-from pgtrickle.engine.shards import Shards
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.ivm.key_bounds import is_chain
@@ -30,6 +28,8 @@ from pgtrickle.postgres import copying
 from pgtrickle.postgres.copying import copy_out
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
+from pgtrickle.sites.citus.shards import Shards
+from pgtrickle.sites.remote.connections import told
 
 T = TypeVar("T")
 Forms = tuple[tuple[Column, Form], ...]

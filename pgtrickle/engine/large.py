@@ -29,12 +29,12 @@ from pgtrickle.engine.cut import export
 from pgtrickle.engine.fetch import Fetcher, Reader, Request
 from pgtrickle.engine.jobs import ZERO, Job
 from pgtrickle.engine.load import Staged
-from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.spark import spark_errors
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.postgres.formats import spark_types
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
+from pgtrickle.sites.citus.shards import Shards
 from pgtrickle.spark.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.spark.private_files import private_directory
 from pgtrickle.spark.session import is_embedded, large_settings, large_tasks, spark_session

@@ -22,15 +22,9 @@ from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
 from pgtrickle.engine.decide import decide
-from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.engine.jobs import Job, change_job, check_job, full_job, rows_job, state_job
-from pgtrickle.engine.offers import take_offered
-from pgtrickle.engine.other_cut import OtherCut
-from pgtrickle.engine.other_cuts import OtherCuts
 from pgtrickle.engine.programs import Programs
-from pgtrickle.engine.reach import is_node
-from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.sources import Source, changed_sources
 from pgtrickle.engine.together import read_together
 from pgtrickle.engine.weigh import check_fuse, compare_costs, is_large
@@ -48,6 +42,12 @@ from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.copying import ResultTooLargeError
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
+from pgtrickle.sites.broker import take_offered
+from pgtrickle.sites.citus.shards import Shards
+from pgtrickle.sites.remote.connections import is_node
+from pgtrickle.sites.remote.cut import OtherCut
+from pgtrickle.sites.remote.cuts import OtherCuts
+from pgtrickle.sites.remote.databases import Elsewhere
 
 log = logging.getLogger("pgtrickle.engine")
 

@@ -20,17 +20,13 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.citus import Cluster
 from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import Policy
 from pgtrickle.engine.group import refresh_together
 from pgtrickle.engine.lease import KeptElsewhere, Lease
 from pgtrickle.engine.load import Staged
 from pgtrickle.engine.programs import Plans, Programs
-from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.reading import Reading
-from pgtrickle.engine.sets import Sets
 from pgtrickle.engine.sharing import Input
 from pgtrickle.engine.spark import run_jobs
 from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
@@ -46,6 +42,10 @@ from pgtrickle.errors import (
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.postgres.connection import be_pooled, idle, pooled_for_now, trusting_only_catalog
 from pgtrickle.postgres.fence import leave, write_as_owner
+from pgtrickle.sites.citus.cluster import Cluster
+from pgtrickle.sites.remote.connections import Connections
+from pgtrickle.sites.remote.databases import Elsewhere
+from pgtrickle.sites.sets import Sets
 
 # Called with the name of each step as it is reached; tests stop a process there.
 OnStep = Callable[[str], None]

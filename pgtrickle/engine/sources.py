@@ -12,11 +12,11 @@ from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.offers import Offer
-from pgtrickle.engine.other_cut import ForeignSource, OtherCut
-from pgtrickle.engine.reach import is_node
 from pgtrickle.frontier.frontier import Frontier, Snapshot
 from pgtrickle.frontier.window import since
+from pgtrickle.sites.broker import Offer
+from pgtrickle.sites.remote.connections import is_node
+from pgtrickle.sites.remote.cut import ForeignSource, OtherCut
 
 
 @dataclass(frozen=True)

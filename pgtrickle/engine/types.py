@@ -11,8 +11,8 @@ from typing import Any
 from pgtrickle.compile.sql_text import ident
 from pgtrickle.engine.failures import failure_of
 from pgtrickle.engine.load import Delta
-from pgtrickle.engine.reach import is_node
 from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.sites.remote.connections import is_node
 
 # What _session_settings() records, and what may be added to tell reads apart in the server's log. The catalog's rows are
 # written for owners: a setting such as role or session_replication_role must not get into the service's session.

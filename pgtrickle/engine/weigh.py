@@ -13,12 +13,12 @@ from psycopg import sql
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.offers import Offered
-from pgtrickle.engine.shards import Shards
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.work import Work
 from pgtrickle.errors import FuseBlownError
 from pgtrickle.frontier.window import since
+from pgtrickle.sites.broker import Offered
+from pgtrickle.sites.citus.shards import Shards
 
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
 WORTH_COUNTING = 1 << 20

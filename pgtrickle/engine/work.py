@@ -12,13 +12,13 @@ import pyarrow as pa
 from pgtrickle.engine.decide import Decision
 from pgtrickle.engine.fetch import Fetcher, Part
 from pgtrickle.engine.jobs import Job
-from pgtrickle.engine.offers import Interest
-from pgtrickle.engine.other_cut import ForeignSource
 from pgtrickle.engine.programs import Compiled
 from pgtrickle.engine.sources import Source
 from pgtrickle.engine.types import Phases, StreamTableRow
 from pgtrickle.frontier.frontier import Frontier, Snapshot
 from pgtrickle.query.plan import Fragment
+from pgtrickle.sites.broker import Interest
+from pgtrickle.sites.remote.cut import ForeignSource
 
 if TYPE_CHECKING:
     from pgtrickle.engine.large import LargeWork

@@ -19,12 +19,12 @@ import psycopg
 import pyarrow as pa
 from psycopg.types.json import Jsonb
 
-from pgtrickle.engine.offers import Interest, Offer
-from pgtrickle.engine.reach import Connections, told
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.service.config import BrokerConfig
 from pgtrickle.service.desk import Desk
 from pgtrickle.service.flight import FlightOffers, ask_for_offer
+from pgtrickle.sites.broker import Interest, Offer
+from pgtrickle.sites.remote.connections import Connections, told
 
 log = logging.getLogger("pgtrickle.broker")
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import flight
 
-from pgtrickle.engine.offers import Offer, Offered
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.service.config import BrokerConfig, is_loopback
+from pgtrickle.sites.broker import Offer, Offered
 
 if TYPE_CHECKING:
     from pgtrickle.service.desk import Desk

@@ -20,12 +20,8 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.citus import Cluster
-from pgtrickle.engine.elsewhere import Elsewhere
 from pgtrickle.engine.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.engine.lease import Lease
-from pgtrickle.engine.reach import dsn_from, is_node
-from pgtrickle.engine.sets import Sets
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
@@ -41,6 +37,10 @@ from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.wake import Waker
 from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
+from pgtrickle.sites.citus.cluster import Cluster
+from pgtrickle.sites.remote.connections import dsn_from, is_node
+from pgtrickle.sites.remote.databases import Elsewhere
+from pgtrickle.sites.sets import Sets
 
 log = logging.getLogger("pgtrickle.scheduler")
 

@@ -8,13 +8,13 @@ import uuid
 from dataclasses import dataclass, field
 
 from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.reach import Connections
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.rotation import Rotation
 from pgtrickle.service.watch import Watch
+from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.service")
 

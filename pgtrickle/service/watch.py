@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import psycopg
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.reach import Connections
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.watch")
 

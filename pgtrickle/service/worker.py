@@ -19,7 +19,6 @@ from pgtrickle.engine.beside import Beside
 from pgtrickle.engine.failures import LONGEST_MESSAGE, is_retried, kind_of
 from pgtrickle.engine.lease import KeptElsewhere
 from pgtrickle.engine.programs import Plans
-from pgtrickle.engine.reach import Connections
 from pgtrickle.engine.refresh import Engine
 from pgtrickle.engine.types import Outcome
 from pgtrickle.engine.verify import Verification, verify
@@ -28,6 +27,7 @@ from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings
 from pgtrickle.service.units import Unit
+from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.worker")
 IDLE_SECONDS = 60.0

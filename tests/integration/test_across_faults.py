@@ -15,8 +15,8 @@ from psycopg import sql
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine import reach
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError
+from pgtrickle.sites.remote import connections
 from tests.support.service import running_service, until
 from tests.support.three import QUERIES, Three
 
@@ -25,7 +25,7 @@ Connection = psycopg.Connection[Any]
 
 @pytest.fixture(autouse=True)
 def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.offers import Offered
 from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.sites.broker import Offered
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until
 

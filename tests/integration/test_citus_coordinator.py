@@ -10,10 +10,10 @@ import pytest
 
 from pgtrickle.cli.findings import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
-from pgtrickle.engine import other_cuts
-from pgtrickle.engine.other_cuts import OtherCuts
 from pgtrickle.engine.reading import Reading
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
+from pgtrickle.sites.remote import cuts
+from pgtrickle.sites.remote.cuts import OtherCuts
 from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, citus_shop, needs_citus
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import fresh, running_service
@@ -322,7 +322,7 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
         return found
 
     monkeypatch.setattr(OtherCuts, "_has_news", look)
-    monkeypatch.setattr(other_cuts, "AT_ONCE", 1)
+    monkeypatch.setattr(cuts, "AT_ONCE", 1)
     everywhere.refresh()
     assert answers[:2] == [False, False]
     everywhere.goes_on()

@@ -20,10 +20,10 @@ from psycopg import sql
 import pgtrickle
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.reach import Connections
 from pgtrickle.monitor.http import serve_http
 from pgtrickle.service import launcher as launcher_module
 from pgtrickle.service.service import Service
+from pgtrickle.sites.remote.connections import Connections
 from tests.support.database import APP_ROLE, TestDatabase, fresh_database, prepare_server
 from tests.support.service import running_service, until
 

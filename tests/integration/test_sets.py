@@ -13,11 +13,11 @@ from sqlglot import exp
 import pgtrickle
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, PrivilegeError
 from pgtrickle.ivm.differentiate import MOST_OPERATORS
 from pgtrickle.query.plan import Column, Filter, Plan, Relation, RelationColumn, Scan, UnionAll, Version
 from pgtrickle.query.types import PgType
+from pgtrickle.sites.remote import connections
 from tests.support.service import running_service, until
 from tests.support.tenants import QUERIES, Tenants, tenants
 
@@ -32,7 +32,7 @@ OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database
 
 @pytest.fixture(autouse=True)
 def try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from pyarrow import flight
 import pgtrickle
 from pgtrickle.catalog.databases import reachable
 from pgtrickle.catalog.trust import require_private_path
-from pgtrickle.engine.reach import Connections
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError, UntrustedCatalogError
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig, load_config
+from pgtrickle.sites.remote.connections import Connections
 from tests.security.roles import Roles
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import until

@@ -18,13 +18,13 @@ from psycopg.rows import class_row
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.gate import is_administrator, pass_gate
-from pgtrickle.engine.foreign_servers import ForeignServers
-from pgtrickle.engine.functions import replaced_functions
-from pgtrickle.engine.offers import Brokers, Interest
-from pgtrickle.engine.other_cut import ForeignSource
-from pgtrickle.engine.reach import Connections, Kept, check_catalog, dsn_from, is_node, told
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
 from pgtrickle.frontier.frontier import Frontier, Reflected
+from pgtrickle.sites.broker import Brokers, Interest
+from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, is_node, told
+from pgtrickle.sites.remote.cut import ForeignSource
+from pgtrickle.sites.remote.foreign_servers import ForeignServers
+from pgtrickle.sites.remote.functions import replaced_functions
 
 if TYPE_CHECKING:
     from pgtrickle.engine.work import Work

@@ -17,12 +17,12 @@ import psycopg
 
 from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
-from pgtrickle.engine.reach import Connections, dsn_from, told
 from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
 from pgtrickle.postgres import fence
+from pgtrickle.sites.remote.connections import Connections, dsn_from, told
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.elsewhere import Elsewhere
+    from pgtrickle.sites.remote.databases import Elsewhere
 
 COORDINATOR = "@coordinator"
 LOCK_TIMEOUT = "300ms"

@@ -9,9 +9,9 @@ import psycopg
 
 from pgtrickle.catalog.databases import DatabaseSet, register, registered, registered_sets, remove
 from pgtrickle.catalog.gate import pass_gate
-from pgtrickle.engine.elsewhere import Elsewhere, NotThereError
-from pgtrickle.engine.reach import check_catalog, discovered, told
 from pgtrickle.errors import PgtrickleError, PrivilegeError
+from pgtrickle.sites.remote.connections import check_catalog, discovered, told
+from pgtrickle.sites.remote.databases import Elsewhere, NotThereError
 
 
 @dataclass

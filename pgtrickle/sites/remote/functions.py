@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 
 from pgtrickle.catalog.gate import pass_gate
-from pgtrickle.engine.other_cut import OtherCut
 from pgtrickle.errors import PgtrickleError, SourceChangedError
+from pgtrickle.sites.remote.cut import OtherCut
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.elsewhere import Elsewhere
     from pgtrickle.engine.work import Work
+    from pgtrickle.sites.remote.databases import Elsewhere
 
 _DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._describe_functions(%s)"
 

@@ -12,8 +12,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from pgtrickle.catalog.gate import pass_gate
-from pgtrickle.engine.reach import Connections, check_catalog, told
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, SourceChangedError
+from pgtrickle.sites.remote.connections import Connections, check_catalog, told
 
 _HERE = frozenset({"here"})  # the machine that we run on
 

@@ -12,12 +12,12 @@ from psycopg import sql
 from psycopg.rows import class_row
 
 from pgtrickle.engine.cut import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
-from pgtrickle.engine.offers import Offer
-from pgtrickle.engine.reach import is_node
-from pgtrickle.engine.shards import Shards, shards_here
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.sites.broker import Offer
+from pgtrickle.sites.citus.shards import Shards, shards_here
+from pgtrickle.sites.remote.connections import is_node
 
 
 @dataclass(frozen=True)
