@@ -23,7 +23,7 @@ from bench.tables import ms, table
 from bench.targets import Verdict
 from bench.write_cost import SINGLE, Cost, insert_csv
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.large import STATEMENT_SECONDS
+from pgtrickle.refresh.compute.large import STATEMENT_SECONDS
 from pgtrickle.spark.executors import FORMAT, Reading, as_option
 from pgtrickle.spark.session import large_settings, spark_session
 from tests.support import citus as clusters

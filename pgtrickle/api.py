@@ -19,12 +19,6 @@ from pgtrickle.api_errors import clear_errors
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.compile.placement import AcrossDatabases
-from pgtrickle.engine.explain import explain_program
-from pgtrickle.engine.jobs import require_placeable
-from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.refresh import Engine, OnStep
-from pgtrickle.engine.types import RefreshResult, StreamTableRow
-from pgtrickle.engine.verify import Verification, verify
 from pgtrickle.errors import (
     ConnectionFailedError,
     DatabaseFailedError,
@@ -37,6 +31,12 @@ from pgtrickle.errors import (
 )
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres.connection import connect as open_connection
+from pgtrickle.refresh.pipeline import Engine, OnStep
+from pgtrickle.refresh.planning.explain import explain_program
+from pgtrickle.refresh.planning.jobs import require_placeable
+from pgtrickle.refresh.planning.programs import Compiled
+from pgtrickle.refresh.results import RefreshResult, StreamTableRow
+from pgtrickle.refresh.verify import Verification, verify
 from pgtrickle.sites.remote.functions import describe_functions, note_functions
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]

@@ -19,8 +19,8 @@ from pgtrickle.catalog.databases import (
     storable,
 )
 from pgtrickle.catalog.install import require_installed
-from pgtrickle.engine.refresh import Engine
 from pgtrickle.errors import InvalidQueryError, PgtrickleError
+from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.sites.remote.connections import check_catalog, told
 from pgtrickle.sites.remote.databases import NotThereError
 

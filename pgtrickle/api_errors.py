@@ -9,8 +9,8 @@ from typing import Any
 
 import psycopg
 
-from pgtrickle.engine.failures import locked
 from pgtrickle.errors import InvalidQueryError, PrivilegeError, StreamTableExistsError, StreamTableNotFoundError
+from pgtrickle.refresh.failures import locked
 
 
 @contextmanager

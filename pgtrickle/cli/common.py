@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from pgtrickle.api import Database
-    from pgtrickle.engine.refresh import OnStep
+    from pgtrickle.refresh.pipeline import OnStep
 
 P = ParamSpec("P")
 R = TypeVar("R")

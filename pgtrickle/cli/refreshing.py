@@ -11,8 +11,8 @@ from psycopg.rows import dict_row
 
 from pgtrickle.api import Database, RefreshResult
 from pgtrickle.cli.refresh import WAIT_SECONDS
-from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
+from pgtrickle.refresh.results import Outcome
 from pgtrickle.spark.progress import RefreshProgress, quiet_jvm
 
 # A service says every few seconds that it is there.

@@ -111,7 +111,7 @@ def _run_service(config: ServiceConfig) -> None:
 def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
     from pgtrickle.catalog.install import require_installed
     from pgtrickle.catalog.trust import Trust, require_trusted
-    from pgtrickle.engine.failures import Policy
+    from pgtrickle.refresh.failures import Policy
     from pgtrickle.spark.progress import RefreshProgress, quiet_jvm
 
     stop_on_signals()

@@ -22,8 +22,8 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from pgtrickle.engine.cut import set_local
 from pgtrickle.postgres.connection import another, is_pooled, reset_session
+from pgtrickle.refresh.cut.cut import set_local
 
 log = logging.getLogger("pgtrickle.engine")
 

@@ -14,8 +14,8 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.trust import Trust
-from pgtrickle.engine.beside import Beside
 from pgtrickle.errors import UntrustedCatalogError
+from pgtrickle.refresh.fetch.helper_process import Beside
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.connections import Budget

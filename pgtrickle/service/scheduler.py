@@ -20,9 +20,9 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
-from pgtrickle.engine.lease import Lease
 from pgtrickle.postgres.connection import be_pooled, limit_waits
+from pgtrickle.refresh.claim.lease import Lease
+from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.service.connections import Seat
 from pgtrickle.service.cron import ScheduleError, next_time
 from pgtrickle.service.dag import Dag

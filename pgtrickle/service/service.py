@@ -7,7 +7,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 
-from pgtrickle.engine.beside import Beside
+from pgtrickle.refresh.fetch.helper_process import Beside
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher

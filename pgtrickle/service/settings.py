@@ -10,8 +10,8 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.failures import Policy
 from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.refresh.failures import Policy
 from pgtrickle.service.turns import Share
 
 IDLE_IN_APPLY = "60s"

@@ -15,14 +15,14 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.failures import LONGEST_MESSAGE, is_retried, kind_of
-from pgtrickle.engine.lease import KeptElsewhere
-from pgtrickle.engine.programs import Plans
-from pgtrickle.engine.refresh import Engine
-from pgtrickle.engine.types import Outcome
-from pgtrickle.engine.verify import Verification, verify
 from pgtrickle.postgres.connection import be_pooled
+from pgtrickle.refresh.claim.lease import KeptElsewhere
+from pgtrickle.refresh.failures import LONGEST_MESSAGE, is_retried, kind_of
+from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.planning.programs import Plans
+from pgtrickle.refresh.results import Outcome
+from pgtrickle.refresh.verify import Verification, verify
 from pgtrickle.service.broker import Broker
 from pgtrickle.service.connections import Budget
 from pgtrickle.service.settings import Settings

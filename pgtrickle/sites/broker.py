@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from pgtrickle.compile.postgres import form_type
 from pgtrickle.compile.shared_scan import Wide, change_scan
-from pgtrickle.engine.fetch import Fetcher, Forms, arrow_type
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.query.plan import Plan
+from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
 
 XID = "xid"
 WEIGHT = "w"

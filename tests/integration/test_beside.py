@@ -12,7 +12,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine.beside import Beside
+from pgtrickle.refresh.fetch.helper_process import Beside
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query

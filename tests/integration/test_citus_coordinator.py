@@ -10,8 +10,8 @@ import pytest
 
 from pgtrickle.cli.findings import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
-from pgtrickle.engine.reading import Reading
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
+from pgtrickle.refresh.snapshot_reader import Reading
 from pgtrickle.sites.remote import cuts
 from pgtrickle.sites.remote.cuts import OtherCuts
 from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, citus_shop, needs_citus

@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import large
 from pgtrickle.postgres import copying
+from pgtrickle.refresh.compute import large
 from pgtrickle.spark.executors import Reading, as_option
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase

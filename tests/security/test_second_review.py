@@ -11,8 +11,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.refresh.results import Outcome
 from tests.security.roles import Roles
 from tests.security.traps import set_trap, set_trap_in
 from tests.support.database import fresh_database

@@ -24,7 +24,7 @@ import os
 import sys
 os.umask(0o022)
 from pyspark import StorageLevel
-from pgtrickle.engine.large import _password_file
+from pgtrickle.refresh.compute.large import _password_file
 from pgtrickle.spark.session import spark_session, stop_spark
 
 def work():

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pgtrickle.engine import sharing
+from pgtrickle.refresh.compute import shared_text
 
 
 @contextmanager
 def shared_from(number: int) -> Iterator[None]:
     """Texts are shared from so many stream tables on: with 1, each is written as one that others share."""
-    before, sharing.SHARED_FROM = sharing.SHARED_FROM, number
+    before, shared_text.SHARED_FROM = shared_text.SHARED_FROM, number
     try:
         yield
     finally:
-        sharing.SHARED_FROM = before
+        shared_text.SHARED_FROM = before

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pgtrickle.engine.fetch import consolidate
-from pgtrickle.engine.load import as_arrays
 from pgtrickle.frontier.frontier import Frontier, Snapshot
+from pgtrickle.refresh.apply.load import as_arrays
+from pgtrickle.refresh.fetch.fetcher import consolidate
 
 
 def test_a_snapshot_prints_as_postgresql_does() -> None:

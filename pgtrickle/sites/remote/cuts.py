@@ -20,7 +20,7 @@ from pgtrickle.sites.remote.databases import Elsewhere, known_of
 from pgtrickle.sites.remote.functions import compare_functions
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.work import Work
+    from pgtrickle.refresh.work import Work
 
 R = TypeVar("R")
 V = TypeVar("V")

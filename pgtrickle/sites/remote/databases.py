@@ -27,7 +27,7 @@ from pgtrickle.sites.remote.foreign_servers import ForeignServers
 from pgtrickle.sites.remote.functions import replaced_functions
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.work import Work
+    from pgtrickle.refresh.work import Work
 
 
 @dataclass

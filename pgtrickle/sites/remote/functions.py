@@ -16,7 +16,7 @@ from pgtrickle.errors import PgtrickleError, SourceChangedError
 from pgtrickle.sites.remote.cut import OtherCut
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.work import Work
+    from pgtrickle.refresh.work import Work
     from pgtrickle.sites.remote.databases import Elsewhere
 
 _DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._describe_functions(%s)"

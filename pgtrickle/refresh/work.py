@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pgtrickle.engine.decide import Decision
-from pgtrickle.engine.fetch import Fetcher, Part
-from pgtrickle.engine.jobs import Job
-from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.sources import Source
-from pgtrickle.engine.types import Phases, StreamTableRow
 from pgtrickle.frontier.frontier import Frontier, Snapshot
 from pgtrickle.query.plan import Fragment
+from pgtrickle.refresh.cut.sources import Source
+from pgtrickle.refresh.decide.decision import Decision
+from pgtrickle.refresh.fetch.fetcher import Fetcher, Part
+from pgtrickle.refresh.planning.jobs import Job
+from pgtrickle.refresh.planning.programs import Compiled
+from pgtrickle.refresh.results import Phases, StreamTableRow
 from pgtrickle.sites.broker import Interest
 from pgtrickle.sites.remote.cut import ForeignSource
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.large import LargeWork
+    from pgtrickle.refresh.compute.large import LargeWork
 
 
 @dataclass

@@ -14,7 +14,6 @@ from pgtrickle.compile.placement import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark.compiler import Forms, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.compile.spark.expressions import NotOnSpark
-from pgtrickle.engine.fetch import Fetcher, T
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.program import Program
@@ -30,9 +29,10 @@ from pgtrickle.query.plan import (
     UnionAll,
 )
 from pgtrickle.query.types import INT8, PgType
+from pgtrickle.refresh.fetch.fetcher import Fetcher, T
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.programs import Compiled
+    from pgtrickle.refresh.planning.programs import Compiled
 
 MOST_ON_SPARK = 1000  # operators of one stream table: Spark plans those of the largest change that is made in seconds
 ZERO = "^-?0([.]0*)?$"  # in whatever way it prints

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from pgtrickle.compile.spark.compiler import SHARED, NotShareableError
-from pgtrickle.engine.fetch import Part
-from pgtrickle.engine.jobs import Job, SharedText
 from pgtrickle.query.plan import Fragment
+from pgtrickle.refresh.fetch.fetcher import Part
+from pgtrickle.refresh.planning.jobs import Job, SharedText
 
 SHARED_FROM = 2  # jobs
 # Of a job. Jobs over the same changes stand on the same rows, unless they share a text: then each brings its own. Few rows cost

@@ -16,10 +16,10 @@ from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
 from pgtrickle.compile.spark.compiler import SHARED
-from pgtrickle.engine.jobs import ZERO, Output
-from pgtrickle.engine.relations import Relations
-from pgtrickle.engine.sharing import Input, Sharers, share
 from pgtrickle.errors import RefreshError
+from pgtrickle.refresh.compute.relations import Relations
+from pgtrickle.refresh.compute.shared_text import Input, Sharers, share
+from pgtrickle.refresh.planning.jobs import ZERO, Output
 from pgtrickle.spark.session import spark_session
 
 # Spark plans a text in one thread, and its time grows faster than the text: several are planned side by side, each with

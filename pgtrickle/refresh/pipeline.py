@@ -18,19 +18,6 @@ from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import lacking
-from pgtrickle.engine.apply import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
-from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.claims import Claims
-from pgtrickle.engine.failures import Policy
-from pgtrickle.engine.group import refresh_together
-from pgtrickle.engine.lease import KeptElsewhere, Lease
-from pgtrickle.engine.load import Staged
-from pgtrickle.engine.programs import Plans, Programs
-from pgtrickle.engine.reading import Reading
-from pgtrickle.engine.sharing import Input
-from pgtrickle.engine.spark import run_jobs
-from pgtrickle.engine.types import Outcome, RefreshResult, StreamTableRow
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
     InvalidQueryError,
     PgtrickleError,
@@ -42,6 +29,19 @@ from pgtrickle.errors import (
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.postgres.connection import be_pooled, idle, pooled_for_now, trusting_only_catalog
 from pgtrickle.postgres.fence import leave, write_as_owner
+from pgtrickle.refresh.apply.load import Staged
+from pgtrickle.refresh.apply.transaction import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
+from pgtrickle.refresh.atomic_group import refresh_together
+from pgtrickle.refresh.claim.claims import Claims
+from pgtrickle.refresh.claim.lease import KeptElsewhere, Lease
+from pgtrickle.refresh.compute.shared_text import Input
+from pgtrickle.refresh.compute.spark_jobs import run_jobs
+from pgtrickle.refresh.failures import Policy
+from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.planning.programs import Plans, Programs
+from pgtrickle.refresh.results import Outcome, RefreshResult, StreamTableRow
+from pgtrickle.refresh.snapshot_reader import Reading
+from pgtrickle.refresh.work import Work
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import Connections
 from pgtrickle.sites.remote.databases import Elsewhere

@@ -26,12 +26,6 @@ from pgtrickle.compile.apply import (
 )
 from pgtrickle.compile.citus_apply import placed_key, placed_statements, stage_ddl
 from pgtrickle.compile.sql_text import ident
-from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
-from pgtrickle.engine.jobs import full_query
-from pgtrickle.engine.load import Delta, Staged, load
-from pgtrickle.engine.types import RefreshResult, StreamTableRow
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
     DatabaseFailedError,
     FuseBlownError,
@@ -44,10 +38,16 @@ from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres import fence
 from pgtrickle.query.plan import Project
+from pgtrickle.refresh.apply.load import Delta, Staged, load
+from pgtrickle.refresh.cut.cut import set_local
+from pgtrickle.refresh.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
+from pgtrickle.refresh.planning.jobs import full_query
+from pgtrickle.refresh.results import RefreshResult, StreamTableRow
+from pgtrickle.refresh.work import Work
 from pgtrickle.sites.citus.cluster import PREPARED
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.refresh import OnStep
+    from pgtrickle.refresh.pipeline import OnStep
 
 STATEMENT_TIMEOUT = "30min"
 ROW_LOCK_TIMEOUT = "10s"

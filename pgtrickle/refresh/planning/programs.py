@@ -15,7 +15,6 @@ from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
 from pgtrickle.compile.placement import Placement
-from pgtrickle.engine.jobs import Job, check_cost
 from pgtrickle.errors import PrivilegeError, SourceChangedError
 from pgtrickle.ivm.program import Program, build_program
 from pgtrickle.postgres.fence import write_as_owner
@@ -24,9 +23,10 @@ from pgtrickle.query.budget import NESTED, Budget, OverBudget, planning_within
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation, scans_of
 from pgtrickle.query.unsupported import Unsupported
+from pgtrickle.refresh.planning.jobs import Job, check_cost
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.types import StreamTableRow
+    from pgtrickle.refresh.results import StreamTableRow
 
 MOST_JOBS = 32  # kept per stream table
 

@@ -12,11 +12,11 @@ from psycopg import sql
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
-from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.sources import Source
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import FuseBlownError
 from pgtrickle.frontier.window import since
+from pgtrickle.refresh.cut.cut import Cut
+from pgtrickle.refresh.cut.sources import Source
+from pgtrickle.refresh.work import Work
 from pgtrickle.sites.broker import Offered
 from pgtrickle.sites.citus.shards import Shards
 

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from pgtrickle.compile.sql_text import ident
-from pgtrickle.engine.failures import failure_of
-from pgtrickle.engine.load import Delta
 from pgtrickle.errors import PgtrickleError, RefreshConflictError
+from pgtrickle.refresh.apply.load import Delta
+from pgtrickle.refresh.failures import failure_of
 from pgtrickle.sites.remote.connections import is_node
 
 # What _session_settings() records, and what may be added to tell reads apart in the server's log. The catalog's rows are

@@ -17,17 +17,17 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from pgtrickle.engine.cut import set_local
-from pgtrickle.engine.reading import TRANSPORT
-from pgtrickle.engine.types import StreamTableRow
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import PrivilegeError
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.query.nondeterminism import left_open
+from pgtrickle.refresh.cut.cut import set_local
+from pgtrickle.refresh.results import StreamTableRow
+from pgtrickle.refresh.snapshot_reader import TRANSPORT
+from pgtrickle.refresh.work import Work
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.refresh import Engine
+    from pgtrickle.refresh.pipeline import Engine
 
 ATTEMPTS = 5
 EXAMPLES = 10  # shown of each kind

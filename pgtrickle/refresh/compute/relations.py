@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 
-from pgtrickle.engine.sharing import Input, Sharers
 from pgtrickle.postgres.formats import spark_types
 from pgtrickle.query.plan import Fragment
+from pgtrickle.refresh.compute.shared_text import Input, Sharers
 
 # A few small tables go as one. Each is then found among the rows of all, which many or large ones make slow.
 _BUNDLED_TABLES = 4

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 
-from pgtrickle.engine.apply import Diverged
-from pgtrickle.engine.cut import Cut
-from pgtrickle.engine.types import Outcome, RefreshResult
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.postgres.connection import another, is_pooled
+from pgtrickle.refresh.apply.transaction import Diverged
+from pgtrickle.refresh.cut.cut import Cut
+from pgtrickle.refresh.results import Outcome, RefreshResult
+from pgtrickle.refresh.work import Work
 
 if TYPE_CHECKING:
-    from pgtrickle.engine.refresh import Engine
+    from pgtrickle.refresh.pipeline import Engine
 
 
 # Called with each stream table when all are written, in the transaction that commits them.

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.lease import KeptElsewhere, Lease
+from pgtrickle.refresh.claim.lease import KeptElsewhere, Lease
 
 
 @dataclass(frozen=True)

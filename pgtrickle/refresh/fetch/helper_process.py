@@ -21,8 +21,8 @@ import pyarrow as pa
 from psycopg import sql
 from pyarrow import ipc
 
-from pgtrickle.engine.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
 from pgtrickle.postgres.copying import copy_out
+from pgtrickle.refresh.cut.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
 
 MANY = 8 << 20  # bytes of a change buffer from which it is worth while
 IDLE_SECONDS = 60.0  # after which a process ends
@@ -90,7 +90,7 @@ class Beside:
 
 def _start() -> subprocess.Popen[bytes] | None:
     # In a session of its own: Ctrl-C is for the service, which finishes what it has begun.
-    command = [sys.executable, "-m", "pgtrickle.engine.beside"]
+    command = [sys.executable, "-m", "pgtrickle.refresh.fetch.helper_process"]
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     except OSError:

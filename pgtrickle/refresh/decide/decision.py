@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.sources import Source
-from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.errors import NotDifferentiableError
 from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.refresh.cut.sources import Source
+from pgtrickle.refresh.planning.programs import Compiled
+from pgtrickle.refresh.results import StreamTableRow
 
 Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
 

@@ -25,15 +25,15 @@ from pyspark.sql import DataFrame, functions
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.sql_text import SHARDS
-from pgtrickle.engine.cut import export
-from pgtrickle.engine.fetch import Fetcher, Reader, Request
-from pgtrickle.engine.jobs import ZERO, Job
-from pgtrickle.engine.load import Staged
-from pgtrickle.engine.spark import spark_errors
 from pgtrickle.frontier.frontier import Snapshot
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.postgres.formats import spark_types
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
+from pgtrickle.refresh.apply.load import Staged
+from pgtrickle.refresh.compute.spark_jobs import spark_errors
+from pgtrickle.refresh.cut.cut import export
+from pgtrickle.refresh.fetch.fetcher import Fetcher, Reader, Request
+from pgtrickle.refresh.planning.jobs import ZERO, Job
 from pgtrickle.sites.citus.shards import Shards
 from pgtrickle.spark.executors import FORMAT, Reading, Writing, as_option
 from pgtrickle.spark.private_files import private_directory

@@ -19,16 +19,6 @@ from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.placement import Placement
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.sql_text import SHARDS
-from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
-from pgtrickle.engine.decide import decide
-from pgtrickle.engine.fetch import Fetcher, InMemory, ReadBeside, Reader
-from pgtrickle.engine.jobs import Job, change_job, check_job, full_job, rows_job, state_job
-from pgtrickle.engine.programs import Programs
-from pgtrickle.engine.sources import Source, changed_sources
-from pgtrickle.engine.together import read_together
-from pgtrickle.engine.weigh import check_fuse, compare_costs, is_large
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import (
     KeyLostError,
     NotDifferentiableError,
@@ -42,6 +32,16 @@ from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.copying import ResultTooLargeError
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
+from pgtrickle.refresh.cut.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
+from pgtrickle.refresh.cut.sources import Source, changed_sources
+from pgtrickle.refresh.decide.cost import check_fuse, compare_costs, is_large
+from pgtrickle.refresh.decide.decision import decide
+from pgtrickle.refresh.fetch.fetcher import Fetcher, InMemory, ReadBeside, Reader
+from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.shared_scan import read_together
+from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job, rows_job, state_job
+from pgtrickle.refresh.planning.programs import Programs
+from pgtrickle.refresh.work import Work
 from pgtrickle.sites.broker import take_offered
 from pgtrickle.sites.citus.shards import Shards
 from pgtrickle.sites.remote.connections import is_node
@@ -266,7 +266,7 @@ class Reading:
 
     def _on_executors(self, work: Work, cut: Cut) -> Fetcher[Any]:
         """Make it a large refresh."""
-        from pgtrickle.engine.large import LargeWork
+        from pgtrickle.refresh.compute.large import LargeWork
 
         work.large = LargeWork(cut.conn, work.settings, self.statements)
         return work.large.fetcher(self._readers(work, cut), work.windows, work.joined)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.sql_text import readable
-from pgtrickle.engine.programs import Compiled
-from pgtrickle.engine.types import StreamTableRow
 from pgtrickle.query.plan import (
     Aggregate,
     Exists,
@@ -25,6 +23,8 @@ from pgtrickle.query.plan import (
     Version,
     inputs_of,
 )
+from pgtrickle.refresh.planning.programs import Compiled
+from pgtrickle.refresh.results import StreamTableRow
 
 _VERSIONS = {Version.NEW: "at the cut", Version.OLD: "at the frontier", Version.DELTA: "changes"}
 
