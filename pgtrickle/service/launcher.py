@@ -16,16 +16,16 @@ from psycopg.types.json import Jsonb
 from pgtrickle.catalog.trust import Trust
 from pgtrickle.errors import UntrustedCatalogError
 from pgtrickle.refresh.fetch.helper_process import Beside
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.activity import PULSE_SECONDS, Pulse
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.obstacles import DISABLED, NOT_INSTALLED, find_obstacle, is_explained
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
-from pgtrickle.service.rotation import Rotation
+from pgtrickle.service.remote_watch import Watch
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
+from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.launcher")

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from pgtrickle.service.turns import Task, Turns
+from pgtrickle.service.scheduling.fair_queue import Task, Turns
 
 
 class Pool:

@@ -23,19 +23,19 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.refresh.claim.lease import Lease
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
-from pgtrickle.service.connections import Seat
-from pgtrickle.service.cron import ScheduleError, next_time
-from pgtrickle.service.dag import Dag
+from pgtrickle.service.activity import Pulse
+from pgtrickle.service.connection_budget import Seat
+from pgtrickle.service.notifications import Waker
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.pulse import Pulse
-from pgtrickle.service.rotation import Rotation
+from pgtrickle.service.remote_watch import Watch
+from pgtrickle.service.scheduling.cron import ScheduleError, next_time
+from pgtrickle.service.scheduling.fair_queue import ServerLimit, Task
+from pgtrickle.service.scheduling.graph import Dag
+from pgtrickle.service.scheduling.rotation import Rotation
+from pgtrickle.service.scheduling.ticks import Tick, thinned
+from pgtrickle.service.scheduling.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.ticks import Tick, thinned
-from pgtrickle.service.turns import ServerLimit, Task
-from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
-from pgtrickle.service.wake import Waker
-from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import dsn_from, is_node

@@ -8,12 +8,12 @@ import uuid
 from dataclasses import dataclass, field
 
 from pgtrickle.refresh.fetch.helper_process import Beside
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.rotation import Rotation
-from pgtrickle.service.watch import Watch
+from pgtrickle.service.remote_watch import Watch
+from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.service")

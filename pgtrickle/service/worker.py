@@ -23,10 +23,10 @@ from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.refresh.planning.programs import Plans
 from pgtrickle.refresh.results import Outcome
 from pgtrickle.refresh.verify import Verification, verify
-from pgtrickle.service.broker import Broker
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.broker.broker import Broker
+from pgtrickle.service.connection_budget import Budget
+from pgtrickle.service.scheduling.units import Unit
 from pgtrickle.service.settings import Settings
-from pgtrickle.service.units import Unit
 from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.worker")

@@ -16,9 +16,9 @@ import pytest
 from pyarrow import flight
 
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.broker.broker import Broker
+from pgtrickle.service.broker.flight import ask_for_offer
 from pgtrickle.service.config import BrokerConfig, ConfigError, ServerConfig, ServiceConfig, load_config
-from pgtrickle.service.flight import ask_for_offer
 from pgtrickle.service.service import Service
 from pgtrickle.sites.broker import Offer
 from tests.support.database import APP_ROLE

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 
 import pgtrickle
 from pgtrickle.service import scheduler as scheduler_module
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings

@@ -21,7 +21,7 @@ import pgtrickle
 from pgtrickle.catalog.databases import reachable
 from pgtrickle.catalog.trust import require_private_path
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError, UntrustedCatalogError
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig, load_config
 from pgtrickle.sites.remote.connections import Connections
 from tests.security.roles import Roles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.service.dag import Dag
+from pgtrickle.service.scheduling.graph import Dag
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pgtrickle.service.turns import ServerLimit, Share, Task, Turns
-from pgtrickle.service.units import Kind, Unit
+from pgtrickle.service.scheduling.fair_queue import ServerLimit, Share, Task, Turns
+from pgtrickle.service.scheduling.units import Kind, Unit
 
 KINDS: list[Kind] = ["GROUP", "FUSED", "SINGLETON"]
 STARTS = 120

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from pgtrickle.service.dag import Dag
-from pgtrickle.service.units import MOST_FUSED, Due, Unit, plan_units
+from pgtrickle.service.scheduling.graph import Dag
+from pgtrickle.service.scheduling.units import MOST_FUSED, Due, Unit, plan_units
 
 NOW = datetime.now(UTC)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pgtrickle.service.watch import Look
+from pgtrickle.service.remote_watch import Look
 
 
 def test_a_change_counts_from_its_capture_and_from_the_look_before() -> None:

@@ -18,7 +18,7 @@ from psycopg.conninfo import make_conninfo
 
 from pgtrickle.catalog.trust import Trust
 from pgtrickle.postgres.connection import connect_with_rights
-from pgtrickle.service.turns import ServerLimit
+from pgtrickle.service.scheduling.fair_queue import ServerLimit
 
 # A server that vanished is noticed within half a minute, not after the kernel's two hours.
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}

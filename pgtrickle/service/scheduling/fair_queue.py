@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from pgtrickle.service.units import Unit
+from pgtrickle.service.scheduling.units import Unit
 
 # Under this share of busy workers a database may use more than its quota.
 CROWDED = 0.8

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from pgtrickle.service.dag import Dag
+from pgtrickle.service.scheduling.graph import Dag
 
 Kind = Literal["IMMEDIATE", "GROUP", "FUSED", "SINGLETON", "VERIFY"]
 BANDS: dict[Kind, int] = {"IMMEDIATE": 0, "GROUP": 1, "FUSED": 2, "SINGLETON": 2, "VERIFY": 3}

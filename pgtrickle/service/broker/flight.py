@@ -18,7 +18,7 @@ from pgtrickle.service.config import BrokerConfig, is_loopback
 from pgtrickle.sites.broker import Offer, Offered
 
 if TYPE_CHECKING:
-    from pgtrickle.service.desk import Desk
+    from pgtrickle.service.broker.publisher import Desk
 
 log = logging.getLogger("pgtrickle.broker")
 

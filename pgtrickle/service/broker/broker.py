@@ -20,9 +20,9 @@ import pyarrow as pa
 from psycopg.types.json import Jsonb
 
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.service.broker.flight import FlightOffers, ask_for_offer
+from pgtrickle.service.broker.publisher import Desk
 from pgtrickle.service.config import BrokerConfig
-from pgtrickle.service.desk import Desk
-from pgtrickle.service.flight import FlightOffers, ask_for_offer
 from pgtrickle.sites.broker import Interest, Offer
 from pgtrickle.sites.remote.connections import Connections, told
 
