@@ -12,7 +12,7 @@ from pgtrickle.cli.common import as_json, open_database, print_json, stop_on_sig
 
 if TYPE_CHECKING:
     from pgtrickle.api import Database
-    from pgtrickle.monitor.sampling import Sample, Verdict
+    from pgtrickle.observability.sampling import Sample, Verdict
 
 WITHOUT_MATPLOTLIB = "no profile.png: matplotlib is not installed (pip install matplotlib, or pgtrickle[dev])"
 
@@ -48,7 +48,7 @@ def profile(dsn: str | None, seconds: float, interval: float, out: Path, as_json
     Writes DIR/profile.csv while it samples and DIR/profile.png at the end. Ctrl-C ends it early, with what it has.
     To size a pool, profile under load with max_dynamic_refresh_workers set to 4, 8 and 16 in turn.
     """
-    from pgtrickle.monitor.sampling import judge, plot, require_pool_functions
+    from pgtrickle.observability.sampling import judge, plot, require_pool_functions
 
     stop_on_signals()
     with open_database(dsn) as database:
@@ -80,7 +80,7 @@ def _sample(database: Database, seconds: float, interval: float, path: Path) -> 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from pgtrickle.monitor.sampling import take_samples
+    from pgtrickle.observability.sampling import take_samples
 
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -75,8 +75,8 @@ def run(
 
 
 def _run_service(config: ServiceConfig) -> None:
-    from pgtrickle.monitor.http import serve_http
-    from pgtrickle.monitor.logs import log_to_stderr
+    from pgtrickle.observability.logs import log_to_stderr
+    from pgtrickle.observability.metrics_server import serve_http
     from pgtrickle.service.service import Service
     from pgtrickle.spark.progress import quiet_jvm
     from pgtrickle.spark.session import check_java, spark_session, stop_spark

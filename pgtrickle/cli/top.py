@@ -39,7 +39,7 @@ def top(dsn: str | None, once: bool, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pgtrickle.monitor.sampling import require_pool_functions
+    from pgtrickle.observability.sampling import require_pool_functions
 
     stop_on_signals()
     on_terminal = sys.stdout.isatty()

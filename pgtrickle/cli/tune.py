@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
-from pgtrickle.monitor.tuning import (
+from pgtrickle.observability.tuning import (
     PROFILES,
     SIZES,
     Budget,
@@ -100,7 +100,7 @@ def _print_profile(profile: Profile) -> None:
 
 
 def _apply(dsn: str | None, profile: Profile, as_json: bool) -> None:
-    from pgtrickle.monitor.sampling import require_pool_functions
+    from pgtrickle.observability.sampling import require_pool_functions
 
     with open_database(dsn) as database:
         require_pool_functions(database.conn)

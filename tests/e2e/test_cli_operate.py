@@ -28,7 +28,7 @@ from pgtrickle.cli.profile import profile
 from pgtrickle.cli.top import top
 from pgtrickle.cli.tune import tune
 from pgtrickle.errors import NotInstalledError
-from pgtrickle.monitor.tuning import PROFILES, read_setting
+from pgtrickle.observability.tuning import PROFILES, read_setting
 from tests.support.database import TestDatabase, fresh_database
 
 pytestmark = pytest.mark.pgversions

@@ -20,7 +20,7 @@ from psycopg import sql
 import pgtrickle
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.monitor.http import serve_http
+from pgtrickle.observability.metrics_server import serve_http
 from pgtrickle.service import launcher as launcher_module
 from pgtrickle.service.service import Service
 from pgtrickle.sites.remote.connections import Connections

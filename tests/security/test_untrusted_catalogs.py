@@ -12,7 +12,7 @@ import pgtrickle
 from pgtrickle.catalog.install import install, latest_version
 from pgtrickle.cli.findings import find_problems
 from pgtrickle.errors import PgtrickleError, PrivilegeError
-from pgtrickle.monitor.tuning import read_server
+from pgtrickle.observability.tuning import read_server
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.launcher import Launcher, Watched
 from pgtrickle.service.service import Service
