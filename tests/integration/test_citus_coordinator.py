@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
 from pgtrickle.refresh.snapshot_reader import Reading

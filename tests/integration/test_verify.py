@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import pgtrickle
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError
 from tests.support.database import TestDatabase

@@ -10,7 +10,7 @@ import pytest
 
 import pgtrickle
 from pgtrickle.catalog.install import install, latest_version
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.errors import PgtrickleError, PrivilegeError
 from pgtrickle.observability.tuning import read_server
 from pgtrickle.service.config import ServerConfig, ServiceConfig

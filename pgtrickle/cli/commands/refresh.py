@@ -43,7 +43,7 @@ def refresh(
         raise click.UsageError("Name stream tables, or give --all.")
     if local and request_id is not None:
         raise click.UsageError("--request-id is for a service, --local for this process.")
-    from pgtrickle.cli.refreshing import bring_up_to_date
+    from pgtrickle.cli.refresh_request import bring_up_to_date
 
     with open_database(dsn) as database:
         if everything:

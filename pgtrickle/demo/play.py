@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.live import Live
 
 from pgtrickle.api import Database, connect
-from pgtrickle.cli.demo.check import differences
-from pgtrickle.cli.demo.shop import SETTINGS, Writer, open_shop, stream_tables
-from pgtrickle.cli.demo.view import Board, Shown
+from pgtrickle.demo.check import differences
+from pgtrickle.demo.shop import SETTINGS, Writer, open_shop, stream_tables
+from pgtrickle.demo.view import Board, Shown
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.spark.progress import STARTING, quiet_jvm

@@ -23,7 +23,7 @@ def demo(seconds: float, forever: bool, rows: int) -> int:
     A shop's tables are changed all the time; five stream tables are refreshed every second and compared with their
     queries. Needs Java 17 or newer, nothing else. Exit code 1 if a stream table was ever wrong.
     """
-    from pgtrickle.cli.demo.play import play
+    from pgtrickle.demo.play import play
 
     stop_on_signals()
     return play(None if forever else seconds, rows)

@@ -145,7 +145,7 @@ def drop(dsn: str | None, name: str, cascade: bool) -> None:
 
 
 def _fill(database: Database, name: str, id_: int) -> StreamTable:
-    from pgtrickle.cli.refreshing import bring_up_to_date
+    from pgtrickle.cli.refresh_request import bring_up_to_date
 
     try:
         bring_up_to_date(database, {name: id_}, initiated_by="INITIAL").raise_problems(1)

@@ -18,7 +18,7 @@ from pgtrickle.embedded.server import EmbeddedServer
 ROLE = DATABASE = "shop"
 SETTINGS = {"fsync": "off", "shared_buffers": "256MB", "max_wal_size": "2GB", "log_min_messages": "error"}
 
-_FOLDER = files("pgtrickle.cli.demo")
+_FOLDER = files("pgtrickle.demo")
 _TICK = 0.1
 
 

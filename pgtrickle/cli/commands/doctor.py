@@ -22,7 +22,7 @@ def doctor(dsn: str | None, held_seconds: float, as_json: bool) -> int:
 
     Exit code 1 if there is something.
     """
-    from pgtrickle.cli.findings import find_problems
+    from pgtrickle.cli.diagnostics import find_problems
 
     with open_database(dsn) as database:
         found = find_problems(database.conn, held_seconds)
