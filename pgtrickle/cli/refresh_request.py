@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from pgtrickle.api import Database, RefreshResult
+from pgtrickle.api.database import Database, RefreshResult
 from pgtrickle.cli.commands.refresh import WAIT_SECONDS
 from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
 from pgtrickle.refresh.results import Outcome

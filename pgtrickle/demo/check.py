@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 from psycopg import IsolationLevel, sql
 
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 
 
 def differences(database: Database, dsn: str) -> dict[str, int]:

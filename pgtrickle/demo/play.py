@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from pgtrickle.api import Database, connect
+from pgtrickle.api.database import Database, connect
 from pgtrickle.demo.check import differences
 from pgtrickle.demo.shop import SETTINGS, Writer, open_shop, stream_tables
 from pgtrickle.demo.view import Board, Shown

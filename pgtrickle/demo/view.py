@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from pgtrickle.api import RefreshResult
+from pgtrickle.api.database import RefreshResult
 
 PHASES = ("cut", "fetch", "spark", "apply")
 

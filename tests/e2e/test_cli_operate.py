@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from pgtrickle.api import connect
+from pgtrickle.api.database import connect
 from pgtrickle.catalog.install import install as install_catalog
 from pgtrickle.cli.commands.profile import profile
 from pgtrickle.cli.commands.top import top

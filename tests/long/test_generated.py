@@ -17,7 +17,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 from pgtrickle.errors import PgtrickleError
 from tests.support.corpus import SCHEMA_SQL
 from tests.support.database import TestDatabase

@@ -7,7 +7,7 @@ from collections.abc import Collection
 import psycopg
 
 import pgtrickle
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 from tests.support.corpus import SCHEMA_SQL, CorpusQuery
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query

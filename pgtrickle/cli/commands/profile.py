@@ -11,7 +11,7 @@ import click
 from pgtrickle.cli.common import as_json, open_database, print_json, stop_on_signals, with_dsn
 
 if TYPE_CHECKING:
-    from pgtrickle.api import Database
+    from pgtrickle.api.database import Database
     from pgtrickle.observability.sampling import Sample, Verdict
 
 WITHOUT_MATPLOTLIB = "no profile.png: matplotlib is not installed (pip install matplotlib, or pgtrickle[dev])"

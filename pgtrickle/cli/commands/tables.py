@@ -10,7 +10,7 @@ import click
 from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
 
 if TYPE_CHECKING:
-    from pgtrickle.api import Database, StreamTable
+    from pgtrickle.api.database import Database, StreamTable
 
 MODE = click.Choice(["AUTO", "DIFFERENTIAL", "FULL"], case_sensitive=False)
 PLACEMENT = click.Choice(["auto", "spark"])

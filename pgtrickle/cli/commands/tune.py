@@ -32,7 +32,7 @@ from pgtrickle.observability.tuning import (
 from pgtrickle.spark.session import MEMORY_VARIABLE
 
 if TYPE_CHECKING:
-    from pgtrickle.api import Database
+    from pgtrickle.api.database import Database
     from pgtrickle.service.config import ServiceConfig
 
 MEASURE = (

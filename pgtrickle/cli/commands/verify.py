@@ -15,7 +15,7 @@ from pgtrickle.errors import PgtrickleError
 from pgtrickle.spark.progress import quiet_jvm
 
 if TYPE_CHECKING:
-    from pgtrickle.api import Database, Verification
+    from pgtrickle.api.database import Database, Verification
 
 REPAIRED = "pgtrickle verify found a difference"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import psycopg
 
-from pgtrickle.api_errors import plain_errors
+from pgtrickle.api.errors import plain_errors
 from pgtrickle.catalog.databases import (
     DatabaseSet,
     RegisteredDatabase,

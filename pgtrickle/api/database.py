@@ -14,8 +14,8 @@ from typing import Any, Self
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from pgtrickle.api_databases import OtherDatabases
-from pgtrickle.api_errors import clear_errors
+from pgtrickle.api.errors import clear_errors
+from pgtrickle.api.registry import OtherDatabases
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.compile.placement import AcrossDatabases
