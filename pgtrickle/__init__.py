@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pgtrickle._version import __version__
+
 if TYPE_CHECKING:
     from pgtrickle.api.database import Database, RefreshResult, StreamTable, StreamTableStatus, Verification, connect
-
-__version__ = "0.1.0"
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "__version__", "connect"]
 

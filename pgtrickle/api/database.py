@@ -31,12 +31,14 @@ from pgtrickle.errors import (
 )
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres.connection import connect as open_connection
-from pgtrickle.refresh.pipeline import Engine, OnStep
+from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.explain import explain_program
 from pgtrickle.refresh.planning.jobs import require_placeable
-from pgtrickle.refresh.planning.programs import Compiled
-from pgtrickle.refresh.results import RefreshResult, StreamTableRow
+from pgtrickle.refresh.results import RefreshResult
+from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.verify import Verification, verify
+from pgtrickle.refresh.work import OnStep
 from pgtrickle.sites.remote.functions import describe_functions, note_functions
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]

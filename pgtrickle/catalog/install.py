@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from pgtrickle import __version__
+from pgtrickle._version import __version__
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.trust import SCHEMAS
 from pgtrickle.errors import (

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     import psycopg
 
     from pgtrickle.api.database import Database
-    from pgtrickle.refresh.pipeline import OnStep
+    from pgtrickle.refresh.work import OnStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+WAIT_SECONDS = 600.0  # for what a running service is asked to refresh
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a script to read.")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import click
 
-from pgtrickle import __version__
+from pgtrickle._version import __version__
 from pgtrickle.cli.commands.catalog import install, uninstall, upgrade
 from pgtrickle.cli.commands.databases import database
 from pgtrickle.cli.commands.demo import demo

@@ -10,7 +10,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgtrickle.api.database import Database, RefreshResult
-from pgtrickle.cli.commands.refresh import WAIT_SECONDS
+from pgtrickle.cli.common import WAIT_SECONDS
 from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, RefreshError
 from pgtrickle.refresh.results import Outcome
 from pgtrickle.spark.progress import RefreshProgress, quiet_jvm

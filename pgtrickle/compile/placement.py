@@ -10,9 +10,10 @@ from sqlglot import exp
 from pgtrickle.compile.pushdown import sink
 from pgtrickle.compile.spark.aggregates import forms_needed
 from pgtrickle.compile.spark.arithmetic import number_sql
-from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions, constant
+from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.outer_join import outer_as_union
+from pgtrickle.query.constants import constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from psycopg import sql
 
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 
 
 def since(frontier: Snapshot, column: str) -> sql.Composable:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sqlglot import exp
 
-from pgtrickle.compile.spark.expressions import constant
 from pgtrickle.query.conditions import unwrap
+from pgtrickle.query.constants import constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

@@ -23,7 +23,7 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.postgres.connection import another, is_pooled, reset_session
-from pgtrickle.refresh.cut.cut import set_local
+from pgtrickle.postgres.transactions import set_local
 
 log = logging.getLogger("pgtrickle.engine")
 

@@ -39,16 +39,14 @@ from pgtrickle.refresh.compute.spark_jobs import run_jobs
 from pgtrickle.refresh.failures import Policy
 from pgtrickle.refresh.fetch.helper_process import Beside
 from pgtrickle.refresh.planning.programs import Plans, Programs
-from pgtrickle.refresh.results import Outcome, RefreshResult, StreamTableRow
+from pgtrickle.refresh.results import Outcome, RefreshResult
 from pgtrickle.refresh.snapshot_reader import Reading
-from pgtrickle.refresh.work import Work
+from pgtrickle.refresh.stream_table import StreamTableRow
+from pgtrickle.refresh.work import OnStep, Work
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import Connections
 from pgtrickle.sites.remote.databases import Elsewhere
 from pgtrickle.sites.sets import Sets
-
-# Called with the name of each step as it is reached; tests stop a process there.
-OnStep = Callable[[str], None]
 
 log = logging.getLogger("pgtrickle.engine")
 

@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 
 from pgtrickle.catalog.analysis import Analysis, load_query
+from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.compile.placement import Placement
 from pgtrickle.compile.postgres import compile_fragment
@@ -31,20 +32,20 @@ from pgtrickle.ivm.simplify import simplify
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.copying import ResultTooLargeError
+from pgtrickle.postgres.transactions import LOCK_TIMEOUT, export, set_local
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
-from pgtrickle.refresh.cut.cut import LOCK_TIMEOUT, Cut, export, set_local, take_cut
+from pgtrickle.refresh.cut.cut import Cut, take_cut
 from pgtrickle.refresh.cut.sources import Source, changed_sources
 from pgtrickle.refresh.decide.cost import check_fuse, compare_costs, is_large
 from pgtrickle.refresh.decide.decision import decide
+from pgtrickle.refresh.fetch.brokered import take_offered
 from pgtrickle.refresh.fetch.fetcher import Fetcher, InMemory, ReadBeside, Reader
 from pgtrickle.refresh.fetch.helper_process import Beside
 from pgtrickle.refresh.fetch.shared_scan import read_together
 from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job, rows_job, state_job
 from pgtrickle.refresh.planning.programs import Programs
 from pgtrickle.refresh.work import Work
-from pgtrickle.sites.broker import take_offered
 from pgtrickle.sites.citus.shards import Shards
-from pgtrickle.sites.remote.connections import is_node
 from pgtrickle.sites.remote.cut import OtherCut
 from pgtrickle.sites.remote.cuts import OtherCuts
 from pgtrickle.sites.remote.databases import Elsewhere

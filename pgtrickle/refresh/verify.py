@@ -20,10 +20,10 @@ from psycopg.types.json import Jsonb
 from pgtrickle.errors import PrivilegeError
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.nondeterminism import left_open
-from pgtrickle.refresh.cut.cut import set_local
-from pgtrickle.refresh.results import StreamTableRow
 from pgtrickle.refresh.snapshot_reader import TRANSPORT
+from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import Work
 
 if TYPE_CHECKING:

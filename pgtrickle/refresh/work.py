@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from pgtrickle.frontier.frontier import Frontier, Snapshot
+from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Fragment
 from pgtrickle.refresh.cut.sources import Source
 from pgtrickle.refresh.decide.decision import Decision
 from pgtrickle.refresh.fetch.fetcher import Fetcher, Part
+from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job
-from pgtrickle.refresh.planning.programs import Compiled
-from pgtrickle.refresh.results import Phases, StreamTableRow
+from pgtrickle.refresh.results import Phases
+from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.sites.broker import Interest
 from pgtrickle.sites.remote.cut import ForeignSource
 
 if TYPE_CHECKING:
     from pgtrickle.refresh.compute.large import LargeWork
+
+# Called with the name of each step as it is reached; tests stop a process there.
+OnStep = Callable[[str], None]
 
 
 @dataclass

@@ -20,6 +20,7 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.databases import is_node
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.refresh.claim.lease import Lease
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
@@ -38,7 +39,7 @@ from pgtrickle.service.scheduling.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.worker import Workers
 from pgtrickle.sites.citus.cluster import Cluster
-from pgtrickle.sites.remote.connections import dsn_from, is_node
+from pgtrickle.sites.remote.connections import dsn_from
 from pgtrickle.sites.remote.databases import Elsewhere
 from pgtrickle.sites.sets import Sets
 

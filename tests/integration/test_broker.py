@@ -10,7 +10,7 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.sites.broker import Offered
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until

@@ -15,7 +15,7 @@ from psycopg import sql
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.install import install
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from tests.support.database import TestDatabase
 

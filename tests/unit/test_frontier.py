@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pgtrickle.frontier.frontier import Frontier, Snapshot
+from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.refresh.apply.load import as_arrays
 from pgtrickle.refresh.fetch.fetcher import consolidate
 

@@ -17,7 +17,7 @@ def prepare(as_json: bool) -> None:
     some 150 MB below ~/.cache/pgtrickle (or XDG_CACHE_HOME), which all later commands of this user read. It takes about a
     minute. Run it again after an update of Java or pgtrickle; until then Spark starts as if there were no file.
     """
-    from pgtrickle.spark.class_archive import make_archive
+    from pgtrickle.spark.prepare import make_archive
 
     if not as_json:
         click.echo("running Spark once and writing down its classes, which takes about a minute…", err=True)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
-
-WAIT_SECONDS = 600.0
+from pgtrickle.cli.common import WAIT_SECONDS, as_json, open_database, print_json, print_table, with_dsn
 
 
 @click.command(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pgtrickle import __version__
+from pgtrickle._version import __version__
 from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.spark.progress import quiet_jvm

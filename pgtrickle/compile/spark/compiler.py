@@ -17,8 +17,9 @@ from sqlglot import exp
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark.aggregates import call_sql, forms_needed
 from pgtrickle.compile.spark.arithmetic import number_sql
-from pgtrickle.compile.spark.expressions import SparkExpressions, constant
+from pgtrickle.compile.spark.expressions import SparkExpressions
 from pgtrickle.query.budget import check_text
+from pgtrickle.query.constants import constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

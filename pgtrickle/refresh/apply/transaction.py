@@ -37,17 +37,18 @@ from pgtrickle.errors import (
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres import fence
+from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.plan import Project
 from pgtrickle.refresh.apply.load import Delta, Staged, load
-from pgtrickle.refresh.cut.cut import set_local
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
 from pgtrickle.refresh.planning.jobs import full_query
-from pgtrickle.refresh.results import RefreshResult, StreamTableRow
+from pgtrickle.refresh.results import RefreshResult
+from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import Work
 from pgtrickle.sites.citus.cluster import PREPARED
 
 if TYPE_CHECKING:
-    from pgtrickle.refresh.pipeline import OnStep
+    from pgtrickle.refresh.work import OnStep
 
 STATEMENT_TIMEOUT = "30min"
 ROW_LOCK_TIMEOUT = "10s"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import psycopg
 
-from pgtrickle import __version__
+from pgtrickle._version import __version__
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.postgres.connection import another
 

@@ -25,13 +25,13 @@ from pyspark.sql import DataFrame, functions
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.sql_text import SHARDS
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.postgres.formats import spark_types
+from pgtrickle.postgres.transactions import export
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.compute.spark_jobs import spark_errors
-from pgtrickle.refresh.cut.cut import export
 from pgtrickle.refresh.fetch.fetcher import Fetcher, Reader, Request
 from pgtrickle.refresh.planning.jobs import ZERO, Job
 from pgtrickle.sites.citus.shards import Shards

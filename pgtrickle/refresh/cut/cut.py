@@ -17,17 +17,12 @@ from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.errors import RefreshError
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
 if TYPE_CHECKING:
     from pgtrickle.sites.remote.cut import OtherCut
-
-LOCK_TIMEOUT = "5s"
-# Where many wait for the locks of all, nobody waits long for one.
-SHARED_LOCK_TIMEOUT = "250ms"
-HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole cluster wait
-STATEMENT_TIMEOUT = "10min"
 
 
 @dataclass(frozen=True)
@@ -45,13 +40,6 @@ class Cut:
     writes: bool = False  # in the same transaction: what it writes nobody else sees
     others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a coordinator, by distributed table
-
-
-def export(conn: psycopg.Connection[Any]) -> str:
-    """A name under which other connections can read what a cut reads, while it lasts."""
-    row = conn.execute("SELECT pg_export_snapshot()").fetchone()
-    assert row is not None
-    return str(row[0])
 
 
 @contextmanager
@@ -137,13 +125,3 @@ def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> dict[str, Exce
 def _lock_all(conn: psycopg.Connection[Any], views: Sequence[str], wait: str = "") -> None:
     names = sql.SQL(", ").join(sql.Identifier("pgtrickle_views", name) for name in views)
     conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE {}").format(names, sql.SQL(wait)))
-
-
-def set_local(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
-    """Settings for the rest of the transaction."""
-    if settings:
-        calls = sql.SQL(", ").join(
-            sql.SQL("set_config({}, {}, true)").format(sql.Literal(name), sql.Literal(value))
-            for name, value in settings.items()
-        )
-        conn.execute(sql.SQL("SELECT ") + calls)

@@ -11,11 +11,12 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.frontier.frontier import Frontier, Snapshot
+from pgtrickle.catalog.databases import is_node
+from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
 from pgtrickle.sites.broker import Offer
-from pgtrickle.sites.remote.connections import is_node
 from pgtrickle.sites.remote.cut import ForeignSource, OtherCut
 
 

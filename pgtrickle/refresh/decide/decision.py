@@ -9,8 +9,8 @@ from typing import Literal
 from pgtrickle.errors import NotDifferentiableError
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.refresh.cut.sources import Source
-from pgtrickle.refresh.planning.programs import Compiled
-from pgtrickle.refresh.results import StreamTableRow
+from pgtrickle.refresh.planning.compiled import Compiled
+from pgtrickle.refresh.stream_table import StreamTableRow
 
 Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
 

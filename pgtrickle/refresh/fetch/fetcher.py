@@ -18,14 +18,14 @@ from psycopg import sql
 from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
 from pgtrickle.compile.shared_scan import Slice
 from pgtrickle.compile.sql_text import CHANGES, PART, SHARDS, SqlText
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.postgres import copying
 from pgtrickle.postgres.copying import copy_out
+from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
-from pgtrickle.refresh.cut.cut import set_local
 from pgtrickle.refresh.fetch.helper_process import Beside, Order
 from pgtrickle.refresh.fetch.key_origins import origins_of
 from pgtrickle.sites.citus.shards import Shards

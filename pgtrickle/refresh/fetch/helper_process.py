@@ -22,7 +22,7 @@ from psycopg import sql
 from pyarrow import ipc
 
 from pgtrickle.postgres.copying import copy_out
-from pgtrickle.refresh.cut.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
+from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
 
 MANY = 8 << 20  # bytes of a change buffer from which it is worth while
 IDLE_SECONDS = 60.0  # after which a process ends

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.spark.expressions import constant
 from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.query.constants import constant
 from pgtrickle.query.plan import (
     Aggregate,
     Column,

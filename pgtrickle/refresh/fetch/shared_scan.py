@@ -9,7 +9,7 @@ from psycopg import sql
 
 from pgtrickle.compile.postgres import form_type
 from pgtrickle.compile.shared_scan import Slice, Wide, change_scan
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Plan
 from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, InMemory, Request, arrow_type

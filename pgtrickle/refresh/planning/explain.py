@@ -23,8 +23,8 @@ from pgtrickle.query.plan import (
     Version,
     inputs_of,
 )
-from pgtrickle.refresh.planning.programs import Compiled
-from pgtrickle.refresh.results import StreamTableRow
+from pgtrickle.refresh.planning.compiled import Compiled
+from pgtrickle.refresh.stream_table import StreamTableRow
 
 _VERSIONS = {Version.NEW: "at the cut", Version.OLD: "at the frontier", Version.DELTA: "changes"}
 

@@ -32,7 +32,7 @@ from pgtrickle.query.types import INT8, PgType
 from pgtrickle.refresh.fetch.fetcher import Fetcher, T
 
 if TYPE_CHECKING:
-    from pgtrickle.refresh.planning.programs import Compiled
+    from pgtrickle.refresh.planning.compiled import Compiled
 
 MOST_ON_SPARK = 1000  # operators of one stream table: Spark plans those of the largest change that is made in seconds
 ZERO = "^-?0([.]0*)?$"  # in whatever way it prints

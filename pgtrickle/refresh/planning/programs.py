@@ -23,25 +23,13 @@ from pgtrickle.query.budget import NESTED, Budget, OverBudget, planning_within
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Relation, scans_of
 from pgtrickle.query.unsupported import Unsupported
+from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job, check_cost
 
 if TYPE_CHECKING:
-    from pgtrickle.refresh.results import StreamTableRow
+    from pgtrickle.refresh.stream_table import StreamTableRow
 
 MOST_JOBS = 32  # kept per stream table
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What is known of a query: its relations, and its program or the reason why it has none."""
-
-    shape: str  # changes when a relation or column it reads is renamed or retyped
-    view: Relation
-    program: Program | None
-    reason: str | None
-    fragment: str | None = None
-    functions: tuple[str, ...] = ()  # that it calls and that are not PostgreSQL's own
-    own_code: bool = True  # it may run code that is not PostgreSQL's own
 
 
 @dataclass

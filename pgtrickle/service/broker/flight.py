@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import flight
 
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.service.config import BrokerConfig, is_loopback
 from pgtrickle.sites.broker import Offer, Offered
 

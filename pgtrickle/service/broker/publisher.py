@@ -26,10 +26,10 @@ from psycopg.rows import dict_row
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.errors import PgtrickleError
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.postgres.copying import copy_out
-from pgtrickle.refresh.cut.cut import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
+from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
 from pgtrickle.sites.broker import WEIGHT, XID, Offer, Offered, schema_type
 from pgtrickle.sites.remote.connections import Connections, check_catalog, told
 

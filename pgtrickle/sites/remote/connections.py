@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from pgtrickle.catalog.databases import DsnPolicy, reachable
+from pgtrickle.catalog.databases import DsnPolicy, is_node, reachable
 from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.catalog.trust import Trust
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, UntrustedCatalogError
@@ -35,11 +35,6 @@ class Kept:
 
     home: str
     consumers: tuple[tuple[str, int], ...]
-
-
-def is_node(database: str) -> bool:
-    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
-    return database.startswith("@")
 
 
 def discovered(server: str, database: str) -> str:

@@ -11,13 +11,13 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
+from pgtrickle.catalog.databases import is_node
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
-from pgtrickle.frontier.frontier import Snapshot
+from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.postgres.connection import is_pooled
-from pgtrickle.refresh.cut.cut import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
 from pgtrickle.sites.broker import Offer
 from pgtrickle.sites.citus.shards import Shards, shards_here
-from pgtrickle.sites.remote.connections import is_node
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import psycopg
 
+from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 from pgtrickle.sites.citus.cluster import Barrier
-from pgtrickle.sites.remote.connections import check_catalog, is_node, told
+from pgtrickle.sites.remote.connections import check_catalog, told
 from pgtrickle.sites.remote.cut import ForeignSource, OtherCut, end_cut, shards_on, take_offered_cut, take_other_cut
 from pgtrickle.sites.remote.databases import Elsewhere, known_of
 from pgtrickle.sites.remote.functions import compare_functions

@@ -17,11 +17,12 @@ import psycopg
 from psycopg.rows import class_row
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
 from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.sites.broker import Brokers, Interest
-from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, is_node, told
+from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, told
 from pgtrickle.sites.remote.cut import ForeignSource
 from pgtrickle.sites.remote.foreign_servers import ForeignServers
 from pgtrickle.sites.remote.functions import replaced_functions

@@ -7,7 +7,7 @@ run code with the reader's rights. Nothing tells us when something is replaced e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psycopg
 
@@ -17,12 +17,20 @@ from pgtrickle.sites.remote.cut import OtherCut
 
 if TYPE_CHECKING:
     from pgtrickle.refresh.work import Work
-    from pgtrickle.sites.remote.databases import Elsewhere
 
 _DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._describe_functions(%s)"
 
 
-def describe_functions(elsewhere: Elsewhere, view: int) -> dict[str, list[tuple[Any, ...]]]:
+class Databases(Protocol):
+    """What is needed of RemoteDatabases, which looks here for functions that were replaced."""
+
+    home: psycopg.Connection[Any]
+
+    def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]: ...
+    def note(self, error: Exception, works: Sequence[Work]) -> None: ...
+
+
+def describe_functions(elsewhere: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
     """What each of the databases that a view reads says of the functions that it calls."""
     home = elsewhere.home
     rows = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
@@ -42,7 +50,7 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
         )
 
 
-def compare_functions(elsewhere: Elsewhere, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
+def compare_functions(elsewhere: Databases, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
     """Who calls a function that is not the same in a database of the cut as here gets an error that says so."""
     for work in works:
         work.functions = {}
@@ -65,7 +73,7 @@ def _label(name: str) -> str:
     return name if name.startswith(("operator ", "type ")) else f"function {name}"
 
 
-def replaced_functions(elsewhere: Elsewhere, works: Sequence[Work]) -> list[Work]:
+def replaced_functions(elsewhere: Databases, works: Sequence[Work]) -> list[Work]:
     """Those that called functions elsewhere which were replaced since the cut."""
     found = []
     for work in works:

@@ -1,0 +1,70 @@
+"""Changes that a broker has read: they are not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pyarrow as pa
+
+from pgtrickle.compile.postgres import form_type
+from pgtrickle.compile.shared_scan import Wide, change_scan
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.query.plan import Plan
+from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
+from pgtrickle.sites.broker import WEIGHT, Interest, Offer, Offered
+
+
+def take_offered(
+    fetcher: Fetcher[pa.Table], database: str, stable_names: Mapping[int, str], offer: Offer | None
+) -> dict[str, Interest]:
+    """Put the rows that are offered where the fetcher would read them; gives back what it would need beyond that."""
+    lacking: dict[str, Interest] = {}
+    window = fetcher.windows.get(database)
+    for plan, forms in fetcher.missing.items():
+        scan = change_scan(plan)
+        if scan is None or scan.relation.database != database or window is None or database in fetcher.joined:
+            continue
+        name = stable_names.get(scan.relation.oid)
+        if name is None:
+            continue
+        offered = offer.of(name, window) if offer is not None else None
+        found = _rows(plan, forms, offered, window) if offered is not None else None
+        if found is not None:
+            fetcher.put(plan, found)
+        else:
+            _add(lacking.setdefault(name, Interest()), plan, forms)
+    return lacking
+
+
+def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Table | None:
+    """A fragment's rows, where all that it needs is offered."""
+    wide, slice_ = _wide(plan, forms)
+    texts = {name: text for text, (name, _, _) in wide.columns.items()}
+    (condition,) = wide.flags or (None,)
+    if not set(texts.values()) | ({condition} if condition else set()) <= offered.columns.keys():
+        return None
+    types = {text: arrow_type(type_, form) for text, (_, type_, form) in wide.columns.items()}
+    if any(offered.rows.schema.field(offered.columns[text]).type != type_ for text, type_ in types.items()):
+        return None  # a column was retyped since
+    flag = [offered.columns[condition]] if condition else []
+    columns = {mine: offered.columns[texts[wide_name]] for mine, wide_name in slice_.items()}
+    rows = offered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))
+    if flag:
+        rows = rows.filter(rows.column(flag[0]))
+    return pa.table([rows.column(name) for name in [*columns.values(), WEIGHT]], names=[*columns, WEIGHT])
+
+
+def _add(interest: Interest, plan: Plan, forms: Forms) -> None:
+    wide, _ = _wide(plan, forms)
+    for text, (_, type_, form) in wide.columns.items():
+        arrow = arrow_type(type_, form)
+        sizes = (arrow.precision, arrow.scale) if pa.types.is_decimal(arrow) else (0, 0)
+        interest.expressions[text] = (form_type(type_, form), *sizes)
+    interest.conditions |= set(wide.flags)
+
+
+def _wide(plan: Plan, forms: Forms) -> tuple[Wide, dict[str, str]]:
+    scan = change_scan(plan)
+    assert scan is not None
+    wide = Wide(scan.relation)
+    return wide, wide.add(plan, forms).columns
