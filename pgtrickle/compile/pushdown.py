@@ -25,7 +25,7 @@ from pgtrickle.query.plan import (
     Values,
     used_ids,
 )
-from pgtrickle.query.rewrites.normalise import substitute
+from pgtrickle.query.rewrites.columns import substitute
 
 Items = tuple[tuple[Column, exp.Expression], ...]
 

@@ -39,8 +39,10 @@ from pgtrickle.refresh.cut.sources import Source, changed_sources
 from pgtrickle.refresh.decide.cost import check_fuse, compare_costs, is_large
 from pgtrickle.refresh.decide.decision import decide
 from pgtrickle.refresh.fetch.brokered import take_offered
-from pgtrickle.refresh.fetch.fetcher import Fetcher, InMemory, ReadBeside, Reader
+from pgtrickle.refresh.fetch.fetcher import Fetcher
 from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.medium import InMemory, ReadBeside
+from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.refresh.fetch.shared_scan import read_together
 from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job, rows_job, state_job
 from pgtrickle.refresh.planning.programs import Programs

@@ -15,7 +15,8 @@ from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Fragment
 from pgtrickle.refresh.cut.sources import Source
 from pgtrickle.refresh.decide.decision import Decision
-from pgtrickle.refresh.fetch.fetcher import Fetcher, Part
+from pgtrickle.refresh.fetch.fetcher import Fetcher
+from pgtrickle.refresh.fetch.medium import Part
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job
 from pgtrickle.refresh.results import Phases

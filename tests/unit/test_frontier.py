@@ -7,7 +7,7 @@ import pyarrow as pa
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.refresh.apply.load import as_arrays
-from pgtrickle.refresh.fetch.fetcher import consolidate
+from pgtrickle.refresh.fetch.medium import consolidate
 
 
 def test_a_snapshot_prints_as_postgresql_does() -> None:

@@ -32,7 +32,9 @@ from pgtrickle.postgres.transactions import export
 from pgtrickle.query.plan import Fragment, Plan, Version, scans_of
 from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.compute.spark_jobs import spark_errors
-from pgtrickle.refresh.fetch.fetcher import Fetcher, Reader, Request
+from pgtrickle.refresh.fetch.fetcher import Fetcher
+from pgtrickle.refresh.fetch.medium import Request
+from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.refresh.planning.jobs import ZERO, Job
 from pgtrickle.sites.citus.shards import Shards
 from pgtrickle.spark.executors import FORMAT, Reading, Writing, as_option

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from pgtrickle.compile.spark.compiler import SHARED, NotShareableError
 from pgtrickle.query.plan import Fragment
-from pgtrickle.refresh.fetch.fetcher import Part
+from pgtrickle.refresh.fetch.medium import Part
 from pgtrickle.refresh.planning.jobs import Job, SharedText
 
 SHARED_FROM = 2  # jobs

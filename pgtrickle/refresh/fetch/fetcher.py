@@ -6,190 +6,27 @@ consolidated on arrival: what cancels out is never seen by Spark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
-import psycopg
 import pyarrow as pa
-import pyarrow.compute as pc
 from psycopg import sql
 
-from pgtrickle.compile.postgres import CHANGES_SCHEMA, compile_fragment, form_name, form_type
-from pgtrickle.compile.shared_scan import Slice
-from pgtrickle.compile.sql_text import CHANGES, PART, SHARDS, SqlText
+from pgtrickle.compile.postgres import compile_fragment, form_name, form_type
+from pgtrickle.compile.sql_text import PART, SHARDS, SqlText
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.ivm.key_bounds import is_chain
-from pgtrickle.postgres import copying
-from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.plan import Column, KeyFilter, Plan, Version, databases_of, scanning, scans_of
 from pgtrickle.query.types import Form, PgType
-from pgtrickle.refresh.fetch.helper_process import Beside, Order
 from pgtrickle.refresh.fetch.key_origins import origins_of
-from pgtrickle.sites.citus.shards import Shards
+from pgtrickle.refresh.fetch.medium import Medium, Request, T
+from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.sites.remote.connections import told
 
-T = TypeVar("T")
 Forms = tuple[tuple[Column, Form], ...]
-
-
-@dataclass(frozen=True)
-class Reader:
-    """Who reads: the connection of the cut, and the function that reads as the stream table's owner, if another role.
-
-    The owner has no right on change buffers, which hold all rows of their tables: where the owner's code computes of changes,
-    these are arguments of that function. What is PostgreSQL's own code, over changes alone, runs without the function.
-    In another database it reads as who connects there, under settings that have to be set there first.
-    """
-
-    conn: psycopg.Connection[Any]
-    as_owner: sql.Identifier | None = None
-    own_code: bool = True  # the query runs code that is not PostgreSQL's own
-    database: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict)
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
-
-    def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
-        """The rows of a query as an Arrow table of the given schema."""
-        if not self.database:
-            return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
-        with told(self.database), self.conn.transaction():
-            set_local(self.conn, self.settings)
-            return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
-
-    def as_reader(
-        self,
-        plan: Plan,
-        text: SqlText,
-        holes: Mapping[str, sql.Composable],
-        changes: sql.Composable,
-        columns: Sequence[tuple[str, str]],
-    ) -> sql.Composable:
-        """A fragment's statement, run with the rights that decide.
-
-        `changes` is the condition for rows of change buffers, `columns` are names and types of what the statement gives.
-        """
-        only_changes = all(scan.version is Version.DELTA for scan in scans_of(plan))
-        if self.as_owner is None or (only_changes and not self.own_code):
-            return text.fill(lambda name: _changes_in_place(name, changes) if name.startswith(CHANGES) else holes[name])
-        passed: dict[str, sql.Composable] = {}
-
-        def fill(name: str) -> sql.Composable:
-            if not name.startswith(CHANGES):
-                return holes[name]
-            passed.setdefault(name, _changes_as_text(name, changes))
-            number = sql.Literal(list(passed).index(name) + 1)
-            rows = sql.SQL("pg_catalog.unnest($1[{}]::{}[]) AS b")
-            return rows.format(number, sql.Identifier(CHANGES_SCHEMA, name))
-
-        statement = sql.Literal(text.fill(fill).as_string(self.conn))
-        arguments = sql.SQL("ARRAY[{}]::pg_catalog.text[]").format(sql.SQL(", ").join(passed.values()))
-        names = ", ".join(f"{name} {type_}" for name, type_ in columns)
-        call = sql.SQL("SELECT * FROM {}({}::pg_catalog.text, {}) AS t({})")
-        return call.format(self.as_owner, statement, arguments, sql.SQL(names))
-
-
-@dataclass(frozen=True)
-class Request:
-    """One fragment to read: all of it, or the part that a condition leaves; of a distributed table, one query's rows."""
-
-    plan: Plan
-    schema: pa.Schema
-    statement: Callable[[sql.Composable | None, sql.Composable | None], sql.Composable]
-    reader: Reader
-
-
-class Medium(Protocol[T]):
-    """Where fetched rows are kept: in the driver's memory, or on Spark's executors."""
-
-    def empty(self, schema: pa.Schema) -> T: ...
-    def read(self, request: Request) -> T: ...
-    def consolidated(self, rows: T) -> T: ...
-    def count(self, rows: T) -> int: ...
-    def values(self, columns: Sequence[tuple[T, str]]) -> pa.Array:
-        """The distinct values of these columns, NULL among them where there is one."""
-        ...
-
-
-@dataclass(frozen=True)
-class Part:
-    """Rows that were read together with those of other fragments."""
-
-    whole: pa.Table  # consolidated
-    slice: Slice
-
-
-@dataclass(frozen=True)
-class ReadBeside:
-    """A process of its own for the changes of tables that have many."""
-
-    beside: Beside
-    exported: str  # the cut's snapshot
-    many: frozenset[int]
-
-    def read(self, medium: InMemory, request: Request, statement: str) -> pa.Table | None:
-        """The rows; None for what has to be read here."""
-        scans = scans_of(request.plan)
-        if request.reader.database or not any(
-            s.version is Version.DELTA and s.relation.oid in self.many for s in scans
-        ):
-            return None
-        info = medium.conn.info
-        order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema)
-        return self.beside.read(order)
-
-
-@dataclass
-class InMemory:
-    """Rows in the driver, as Arrow tables; what several stream tables read in one cut is read once."""
-
-    conn: psycopg.Connection[Any]
-    statements: list[str]  # what was sent
-    settings: Mapping[str, str] = field(default_factory=dict)
-    beside: ReadBeside | None = None  # where tables have many changes
-    _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
-    _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
-    _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
-
-    def part_of(self, rows: pa.Table) -> Part | None:
-        """Where rows were read together with others, what they are part of."""
-        return self._parts.get(id(rows))
-
-    def cut_out(self, whole: pa.Table, slice_: Slice) -> pa.Table:
-        """One fragment's rows of those that were read together."""
-        mine = whole.filter(whole.column(slice_.flag)) if slice_.flag is not None else whole
-        rows = mine.select([*slice_.columns.values(), "w"]).rename_columns([*slice_.columns, "w"])
-        self._parts[id(rows)] = Part(self.consolidated(whole), slice_)
-        return rows
-
-    def empty(self, schema: pa.Schema) -> pa.Table:
-        return schema.empty_table()
-
-    def read(self, request: Request) -> pa.Table:
-        statement = request.statement(None, None)
-        shown = statement.as_string(self.conn)
-        key = (request.reader.database, shown)
-        if key not in self._rows:
-            self.statements.append(shown)
-            rows = self.beside.read(self, request, shown) if self.beside is not None else None
-            self._rows[key] = rows if rows is not None else request.reader.copy_out(statement, request.schema)
-        return self._rows[key]
-
-    def consolidated(self, rows: pa.Table) -> pa.Table:
-        if id(rows) not in self._net:
-            net = self._net[id(rows)] = consolidate(rows)
-            if id(rows) in self._parts:
-                self._parts[id(net)] = self._parts[id(rows)]
-        return self._net[id(rows)]
-
-    def count(self, rows: pa.Table) -> int:
-        return int(rows.num_rows)
-
-    def values(self, columns: Sequence[tuple[pa.Table, str]]) -> pa.Array:
-        chunks = [rows.column(name).combine_chunks().cast(pa.string()) for rows, name in columns]
-        return pc.unique(pa.concat_arrays(chunks))
 
 
 @dataclass
@@ -281,17 +118,6 @@ class Fetcher(Generic[T]):
         return _Keys([value for value in found.to_pylist() if value is not None], bool(found.null_count and key.nulls))
 
 
-def _changes_in_place(buffer: str, condition: sql.Composable) -> sql.Composable:
-    """Rows of a change buffer where a FROM names them."""
-    return sql.SQL("{} WHERE {}").format(sql.Identifier(CHANGES_SCHEMA, buffer), condition)
-
-
-def _changes_as_text(buffer: str, condition: sql.Composable) -> sql.Composable:
-    """Rows of a change buffer as the text of one array."""
-    rows = sql.SQL("(SELECT pg_catalog.array_agg(b)::pg_catalog.text FROM {} AS b WHERE {})")
-    return rows.format(sql.Identifier(CHANGES_SCHEMA, buffer), condition)
-
-
 @dataclass(frozen=True)
 class _Keys:
     """Values of a lookup, as text."""
@@ -360,19 +186,6 @@ def database_of(plan: Plan) -> str:
     names = databases_of(plan)
     assert len(names) < 2, f"a fragment over {sorted(names)}"
     return next(iter(names), "")
-
-
-def consolidate(table: pa.Table) -> pa.Table:
-    """Equal rows as one, with the sum of their weights; rows that cancel out are gone."""
-    names = [name for name in table.schema.names if name != "w"]
-    if table.num_rows == 0:
-        return table
-    if names:
-        grouped = table.group_by(names, use_threads=False).aggregate([("w", "sum")])
-        table = grouped.rename_columns([*names, "w"]) if grouped.schema.names[-1] == "w_sum" else grouped
-    else:
-        table = pa.table({"w": [pc.sum(table.column("w")).as_py()]})
-    return table.filter(pc.not_equal(table.column("w"), 0)).select([*names, "w"])
 
 
 def _unique(forms: Iterable[tuple[Column, Form]]) -> Forms:

@@ -12,7 +12,8 @@ from pgtrickle.compile.shared_scan import Slice, Wide, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Plan
-from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, InMemory, Request, arrow_type
+from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
+from pgtrickle.refresh.fetch.medium import InMemory, Request
 
 # PostgreSQL gives at most 1,664 columns.
 _MOST = 100

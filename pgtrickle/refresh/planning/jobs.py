@@ -29,7 +29,8 @@ from pgtrickle.query.plan import (
     UnionAll,
 )
 from pgtrickle.query.types import INT8, PgType
-from pgtrickle.refresh.fetch.fetcher import Fetcher, T
+from pgtrickle.refresh.fetch.fetcher import Fetcher
+from pgtrickle.refresh.fetch.medium import T
 
 if TYPE_CHECKING:
     from pgtrickle.refresh.planning.compiled import Compiled
