@@ -316,7 +316,7 @@ class Database(OtherDatabases):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
         # Where one cannot be reached, the service tells it later.
         with suppress(DatabaseFailedError):
-            self.engine.elsewhere.unsubscribe_dropped(row.databases)
+            self.engine.remote.unsubscribe_dropped(row.databases)
         if row.on_nodes:
             self.engine.cluster.tidy()
 
@@ -332,7 +332,7 @@ class Database(OtherDatabases):
         found = bool(rows) or resolved or spread
         if found:
             with self._candidate(query) as view:
-                described = describe_functions(self.engine.elsewhere, view)
+                described = describe_functions(self.engine.remote, view)
             note_functions(self.conn, described)
         return found
 
@@ -345,7 +345,7 @@ class Database(OtherDatabases):
             rows = self.conn.execute(
                 "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass) WHERE kind = 'f'", (view,)
             ).fetchall()
-        names = [self.engine.elsewhere.servers.resolve(relation) for (relation,) in rows]
+        names = [self.engine.remote.servers.resolve(relation) for (relation,) in rows]
         return any(name is not None for name in names)
 
     def _spread(self, query: str, refresh_mode: str) -> bool:

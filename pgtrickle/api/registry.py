@@ -21,7 +21,7 @@ from pgtrickle.catalog.databases import (
 from pgtrickle.catalog.install import require_installed
 from pgtrickle.errors import InvalidQueryError, PgtrickleError
 from pgtrickle.refresh.pipeline import Engine
-from pgtrickle.sites.remote.connections import check_catalog, told
+from pgtrickle.sites.remote.connections import check_catalog, errors_naming
 from pgtrickle.sites.remote.databases import NotThereError
 
 
@@ -39,7 +39,7 @@ class OtherDatabases:
         """
         require_installed(self.conn)
         known = storable(dsn)
-        with self.engine.connections.open(name, known) as conn, told(name):
+        with self.engine.connections.open(name, known) as conn, errors_naming(name):
             check_catalog(conn, name)
             row = conn.execute("SELECT pgtrickle._node()").fetchone()
         assert row is not None
@@ -57,7 +57,7 @@ class OtherDatabases:
         """Why a registered database cannot be read; None if it can."""
         require_installed(self.conn)
         try:
-            with self.engine.elsewhere.open(name) as conn:
+            with self.engine.remote.open(name) as conn:
                 check_catalog(conn, name)
                 row = conn.execute(
                     "SELECT pgtrickle._node(), pg_is_in_recovery(),"
@@ -129,4 +129,4 @@ class OtherDatabases:
         with plain_errors():
             row = self.conn.execute("SELECT %s::regclass::oid::bigint", (table,)).fetchone()
             assert row is not None
-            return self.engine.elsewhere.servers.resolve(row[0], database)
+            return self.engine.remote.servers.resolve(row[0], database)

@@ -105,7 +105,7 @@ def _apply_levels(
             for work in works:
                 before_commit(work)
         _check_passed(engine, works, ids)
-        engine.elsewhere.prove(works)
+        engine.remote.prove(works)
         _raise_first(works)
     return results
 
@@ -156,7 +156,7 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
     with another(engine.conn) as fresh:
         if not all(work.row.own for work in works):  # triggers too that came after this transaction's snapshot
             fresh.execute("SELECT pgtrickle._check_commit(%s)", (engine.conn.info.backend_pid,))
-        if engine.altered(fresh, works) or engine.elsewhere.altered(works):
+        if engine.altered(fresh, works) or engine.remote.altered(works):
             raise NotTogetherError("partitions came or went")
 
 

@@ -33,7 +33,7 @@ from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.apply.transaction import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
 from pgtrickle.refresh.atomic_group import refresh_together
 from pgtrickle.refresh.claim.claims import Claims
-from pgtrickle.refresh.claim.lease import KeptElsewhere, Lease
+from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
 from pgtrickle.refresh.compute.shared_text import Input
 from pgtrickle.refresh.compute.spark_jobs import run_jobs
 from pgtrickle.refresh.failures import Policy
@@ -45,7 +45,7 @@ from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import OnStep, Work
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import Connections
-from pgtrickle.sites.remote.databases import Elsewhere
+from pgtrickle.sites.remote.databases import RemoteDatabases
 from pgtrickle.sites.sets import Sets
 
 log = logging.getLogger("pgtrickle.engine")
@@ -64,7 +64,7 @@ class Engine:
 
     conn: psycopg.Connection[Any]
     on_step: OnStep = lambda name: None
-    lease: Lease | KeptElsewhere | None = None
+    lease: Lease | BorrowedLease | None = None
     policy: Policy = field(default_factory=Policy)
     plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
     connections: Connections = field(default_factory=Connections)  # to other databases; all engines may share them
@@ -74,13 +74,13 @@ class Engine:
     def __post_init__(self) -> None:
         self.claims = Claims(self.conn, self.lease or Lease(self.conn))
         self.programs = Programs(self.conn, self.plans)
-        self.elsewhere = Elsewhere(self.conn, self.connections)
-        self.sets = Sets(self.elsewhere)
-        self.cluster = Cluster(self.elsewhere)
+        self.remote = RemoteDatabases(self.conn, self.connections)
+        self.sets = Sets(self.remote)
+        self.cluster = Cluster(self.remote)
         self.reading = Reading(
             self.conn,
             self.programs,
-            self.elsewhere,
+            self.remote,
             lambda name: self.on_step(name),
             self.statements,
             beside=self.beside,
@@ -151,7 +151,7 @@ class Engine:
     def subscribe(self, pgt_id: int) -> None:
         """Have the changes captured that a stream table reads in other databases."""
         work = Work(self.row(pgt_id), 0)
-        self.elsewhere.subscribe(work, {source.relid for source in self.elsewhere.sources([work])})
+        self.remote.subscribe(work, {source.relid for source in self.remote.sources([work])})
         if work.error is not None:
             raise work.error
 
@@ -197,7 +197,7 @@ class Engine:
             again = self._retrack(healthy) if retry else []
             again += self._altered_meanwhile([work for work in healthy if work.row.pgt_id not in again], retry=retry)
             self.compute([work for work in works if work.error is None and work.row.pgt_id not in again])
-            self.elsewhere.prove([work for work in works if work.row.pgt_id not in again])
+            self.remote.prove([work for work in works if work.row.pgt_id not in again])
             for work in works:
                 if work.error is not None or work.row.pgt_id in again:
                     continue
@@ -238,12 +238,12 @@ class Engine:
             if known is None:  # what it has not read yet is captured as it should be, unless it is not captured at all
                 missing = {source.relid for source in work.sources if not source.attached or source.lacking}
                 stale = tuple(relid for relid in stale if relid in missing)
-            elsewhere = {source.relid for source in work.foreign if source.relid in stale}
+            remote = {source.relid for source in work.foreign if source.relid in stale}
             spread = {one.relid for one in work.sources if one.relid in stale and one.spread}
-            if not stale or (spread and not self._respread(work)) or not self.elsewhere.subscribe(work, elsewhere):
+            if not stale or (spread and not self._respread(work)) or not self.remote.subscribe(work, remote):
                 continue
             try:
-                for relid in set(stale) - elsewhere - spread:
+                for relid in set(stale) - remote - spread:
                     run_as_owner(self.conn, work.row, f"SELECT pgtrickle._retrack({relid:d}::oid::regclass)")
             except psycopg.errors.LockNotAvailable as error:
                 message = error.diag.message_primary or str(error)
@@ -258,7 +258,7 @@ class Engine:
                 self.conn.execute("SELECT pgtrickle._settle_copy()")
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
-            if elsewhere and work.decision is not None and work.decision.reason is not None:
+            if remote and work.decision is not None and work.decision.reason is not None:
                 self.mark_reinit(work.row.pgt_id, work.decision.reason)  # its new subscription remembers nothing
             self.programs.plans.forget(work.row.pgt_id)
             found.append(work.row.pgt_id)
@@ -292,8 +292,8 @@ class Engine:
             except (psycopg.Error, PgtrickleError) as error:
                 self._note_for_nodes([work], error)
                 continue
-            foreign = {source.relid for source in self.elsewhere.sources([work])}
-            self.elsewhere.subscribe(work, foreign)
+            foreign = {source.relid for source in self.remote.sources([work])}
+            self.remote.subscribe(work, foreign)
         return list(works)
 
     def _note_for_nodes(self, works: Sequence[Work], error: Exception) -> None:
@@ -343,7 +343,7 @@ class Engine:
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
         """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
-        found = [*self.altered(self.conn, works), *self.elsewhere.altered(works)]
+        found = [*self.altered(self.conn, works), *self.remote.altered(works)]
         if found and not retry:
             raise SourceChangedError(
                 f"partitions, shards or capture triggers below {found[0].row.label} keep changing",
@@ -506,7 +506,7 @@ class Engine:
         sources = [source for work in works for source in work.sources if not source.database]
         for name in sorted({source.stable_name for source in sources if source.stable_name}):
             self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
-        self.elsewhere.purge(works)
+        self.remote.purge(works)
         self.reading.others.remember(works)
 
 

@@ -48,9 +48,9 @@ from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job
 from pgtrickle.refresh.planning.programs import Programs
 from pgtrickle.refresh.work import Work
 from pgtrickle.sites.citus.shards import Shards
-from pgtrickle.sites.remote.cut import OtherCut
-from pgtrickle.sites.remote.cuts import OtherCuts
-from pgtrickle.sites.remote.databases import Elsewhere
+from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.remote.cuts import RemoteCuts
+from pgtrickle.sites.remote.databases import RemoteDatabases
 
 log = logging.getLogger("pgtrickle.engine")
 
@@ -74,7 +74,7 @@ class Reading:
 
     conn: psycopg.Connection[Any]
     programs: Programs
-    elsewhere: Elsewhere
+    remote: RemoteDatabases
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
     large: int = LARGE
@@ -82,7 +82,7 @@ class Reading:
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
     def __post_init__(self) -> None:
-        self.others = OtherCuts(self.elsewhere)
+        self.others = RemoteCuts(self.remote)
 
     def read(self, works: Sequence[Work]) -> None:
         """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once.
@@ -92,7 +92,7 @@ class Reading:
         again = works
         for _ in range(PASSES):
             again = self._read_in_cut(again)
-            self.elsewhere.realign([work for work in again if work.reshaped])
+            self.remote.realign([work for work in again if work.reshaped])
             again = [work for work in again if work.error is None]
         for work in again:
             work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
@@ -107,7 +107,7 @@ class Reading:
         with self.cut(works) as cut:
             self.on_step("cut")
             again = self.read_at(cut, works, begin)
-        self.elsewhere.want(works)
+        self.remote.want(works)
         return again
 
     @contextmanager
@@ -130,8 +130,8 @@ class Reading:
             self._compile(work, _shape_of(work, shapes))
             if isinstance(work.error, SourceChangedError) and work.row.databases:
                 # What is missing may be there again by now.
-                work.error, work.foreign = None, self.elsewhere.sources([work])
-                self.elsewhere.realign([work])
+                work.error, work.foreign = None, self.remote.sources([work])
+                self.remote.realign([work])
                 if work.error is None:
                     self._compile(work, _shape_of(work, self._shapes([work])))
         for work in works:
@@ -294,7 +294,7 @@ class Reading:
 
     def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
         """Changes that a broker has read are not read again."""
-        for work in works if self.elsewhere.brokers is not None else ():
+        for work in works if self.remote.brokers is not None else ():
             if work.fetcher is None or work.large is not None or (work.compiled is not None and work.compiled.own_code):
                 continue
             for database in [name for name in work.cut_databases if not is_node(name)]:
@@ -478,7 +478,7 @@ def _has_come_meanwhile(work: Work) -> bool:
     return changed and any(source.spread and source.resting for source in work.sources)
 
 
-def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
+def _others(work: Work, cuts: Mapping[str, RemoteCut]) -> dict[str, Reflected]:
     """The part of a frontier that is of other databases, at these cuts. What was not cut stays as it is known."""
     known = Frontier.from_json(work.row.frontier)
     found = {
@@ -490,7 +490,7 @@ def _others(work: Work, cuts: Mapping[str, OtherCut]) -> dict[str, Reflected]:
     return {name: kept[name] for name in work.row.databases if name in kept} | found
 
 
-def _shards_of(work: Work, cut: OtherCut) -> dict[str, Shards]:
+def _shards_of(work: Work, cut: RemoteCut) -> dict[str, Shards]:
     """What a node has of the distributed tables that a stream table reads, by the holes in its fragments."""
     return {
         f"{SHARDS}{source.relid}": cut.shards[source.there]
@@ -504,7 +504,7 @@ def _shards(work: Work, others: Mapping[str, Reflected]) -> frozenset[int]:
     return frozenset(source.relid for source in work.foreign if source.shard and source.database in others)
 
 
-def _changed_shape(work: Work, cuts: Mapping[str, OtherCut]) -> bool:
+def _changed_shape(work: Work, cuts: Mapping[str, RemoteCut]) -> bool:
     """Whether a table elsewhere is not what it was when the query was compiled for it."""
     for source in work.foreign:
         if source.database not in cuts:

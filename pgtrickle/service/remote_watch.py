@@ -142,8 +142,8 @@ class Watch:
                 rows = conn.execute(load_query("look")).fetchall()
             look = watched.last.next(at, rows)
         except (psycopg.Error, PgtrickleError) as error:
-            told = error.message if isinstance(error, PgtrickleError) else str(error).strip()
-            look = Look(watched.last.at, watched.last.active, told)
+            errors_naming = error.message if isinstance(error, PgtrickleError) else str(error).strip()
+            look = Look(watched.last.at, watched.last.active, errors_naming)
         if look.problem is not None and look.problem != watched.last.problem:
             log.warning("not watched: %s", look.problem, extra={"database": watched.name})
         elif look.problem is None and watched.last.problem is not None:

@@ -40,7 +40,7 @@ from pgtrickle.service.settings import Settings, read_settings
 from pgtrickle.service.worker import Workers
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import dsn_from
-from pgtrickle.sites.remote.databases import Elsewhere
+from pgtrickle.sites.remote.databases import RemoteDatabases
 from pgtrickle.sites.sets import Sets
 
 log = logging.getLogger("pgtrickle.scheduler")
@@ -355,13 +355,13 @@ class Scheduler:
             "names": [source for _, source, _, _ in active],
             "xids": [xid for _, _, xid, _ in active],
         }
-        told = {name: (look.at, look.problem) for name, look in looks.items()}
-        if told and (told != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked, self._told_looks = time.monotonic(), told
+        errors_naming = {name: (look.at, look.problem) for name, look in looks.items()}
+        if errors_naming and (errors_naming != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._told_looks = time.monotonic(), errors_naming
             parameters = {
-                "databases": list(told),
-                "times": [at for at, _ in told.values()],
-                "problems": [problem for _, problem in told.values()],
+                "databases": list(errors_naming),
+                "times": [at for at, _ in errors_naming.values()],
+                "problems": [problem for _, problem in errors_naming.values()],
                 "active": seen["databases"],
                 "names": seen["names"],
                 "xids": seen["xids"],
@@ -547,8 +547,8 @@ class Scheduler:
     # -- what else there is to do ----------------------------------------------------------------------------------------
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        told = settings.values == self._told_settings
-        if told and time.monotonic() - self._beaten < self._beat_seconds:
+        errors_naming = settings.values == self._told_settings
+        if errors_naming and time.monotonic() - self._beaten < self._beat_seconds:
             return
         parameters = {
             "service": self.service_id,
@@ -570,9 +570,9 @@ class Scheduler:
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:
-        for name, told in settings.wrong.items():
-            if self._told_wrong.get(name) != told:
-                log.warning("setting %s cannot be %s", name, told, extra={"database": self.database})
+        for name, errors_naming in settings.wrong.items():
+            if self._told_wrong.get(name) != errors_naming:
+                log.warning("setting %s cannot be %s", name, errors_naming, extra={"database": self.database})
         self._told_wrong = dict(settings.wrong)
 
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
@@ -619,18 +619,18 @@ class Scheduler:
         try:
             with self.workers.budget.using("sets", self.database) as conn:
                 limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
-                elsewhere = Elsewhere(conn, self.watch.connections)
-                Sets(elsewhere).settle()
-                Cluster(elsewhere).settle()
+                remote = RemoteDatabases(conn, self.watch.connections)
+                Sets(remote).settle()
+                Cluster(remote).settle()
         finally:
             self._settling = False
 
     def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
         """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""
-        elsewhere = Elsewhere(conn, self.watch.connections)
+        remote = RemoteDatabases(conn, self.watch.connections)
         for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
             known = dsn_from(conn, database, dsn)
-            self.watch.run(partial(elsewhere.connections.keep_only, database, known, elsewhere.kept_by(database)))
+            self.watch.run(partial(remote.connections.keep_only, database, known, remote.kept_by(database)))
 
     def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         """Tell once, when it begins, what an operator should know."""

@@ -16,7 +16,7 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.postgres.connection import be_pooled
-from pgtrickle.refresh.claim.lease import KeptElsewhere
+from pgtrickle.refresh.claim.lease import BorrowedLease
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, is_retried, kind_of
 from pgtrickle.refresh.fetch.helper_process import Beside
 from pgtrickle.refresh.pipeline import Engine
@@ -51,7 +51,7 @@ class Workers:
         """Refresh the stream tables of a unit."""
         with self.budget.working(), self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
-            engine.elsewhere.brokers = self.broker if settings.brokered else None
+            engine.remote.brokers = self.broker if settings.brokered else None
             conn = engine.conn
             if settings.pooler == "transaction":
                 be_pooled(conn)
@@ -70,7 +70,7 @@ class Workers:
         """Compare a stream table with its query."""
         with self.budget.working(), self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
-            engine.elsewhere.brokers = None
+            engine.remote.brokers = None
             if settings.pooler == "transaction":
                 be_pooled(engine.conn)
             return verify(engine, unit.ids[0])
@@ -90,7 +90,7 @@ class Workers:
         engine = self._rested()
         if engine is None:
             conn = self.budget.open(name, self.database)
-            lease = KeptElsewhere(self.service_id)
+            lease = BorrowedLease(self.service_id)
             engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, beside=self.beside)
         try:
             yield engine

@@ -13,7 +13,7 @@ from pgtrickle.embedded.server import HOST, EmbeddedServer
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
 from pgtrickle.refresh.snapshot_reader import Reading
 from pgtrickle.sites.remote import cuts
-from pgtrickle.sites.remote.cuts import OtherCuts
+from pgtrickle.sites.remote.cuts import RemoteCuts
 from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, citus_shop, needs_citus
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import fresh, running_service
@@ -310,10 +310,10 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
     everywhere.create("totals", "rows")
     everywhere.goes_on()
     everywhere.refresh()
-    asked = OtherCuts._has_news
+    asked = RemoteCuts._has_news
     answers: list[bool] = []
 
-    def look(self: OtherCuts, *arguments: Any) -> bool:
+    def look(self: RemoteCuts, *arguments: Any) -> bool:
         found = asked(self, *arguments)
         answers.append(found)
         if answers == [False, False]:
@@ -321,7 +321,7 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
                 conn.execute("UPDATE t SET v = v + 1")
         return found
 
-    monkeypatch.setattr(OtherCuts, "_has_news", look)
+    monkeypatch.setattr(RemoteCuts, "_has_news", look)
     monkeypatch.setattr(cuts, "AT_ONCE", 1)
     everywhere.refresh()
     assert answers[:2] == [False, False]

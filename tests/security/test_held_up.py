@@ -65,7 +65,7 @@ def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
         db.add_database("crm", make_conninfo(member.direct_dsn, options=NEEDED))
         lock.execute("LOCK TABLE s.t IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(psycopg.errors.LockNotAvailable):
-            db.engine.elsewhere.ask("crm", "SELECT FROM s.t", ())
+            db.engine.remote.ask("crm", "SELECT FROM s.t", ())
 
 
 def test_a_locked_member_does_not_keep_others_from_joining(

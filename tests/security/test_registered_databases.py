@@ -86,7 +86,7 @@ def test_functions_in_public_do_not_shadow_those_of_postgresql(roles: Roles) -> 
         with roles.service() as db:
             query = f"SELECT id, secret FROM crm.{roles.alice}.customers"
             db.create_stream_table("public.st", query, initialize=False)
-            asked = db.engine.elsewhere.ask("crm", "SELECT n FROM unnest(%s::text[]) AS n", (["a", "b"],))
+            asked = db.engine.remote.ask("crm", "SELECT n FROM unnest(%s::text[]) AS n", (["a", "b"],))
             db.drop_stream_table("public.st")
         assert asked == [("a",), ("b",)]
         other.roles.assert_powerless()

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.refresh.claim.lease import KeptElsewhere, Lease
+from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Claims:
     """The claims of one process on the stream tables of one database."""
 
     conn: psycopg.Connection[Any]
-    lease: Lease | KeptElsewhere
+    lease: Lease | BorrowedLease
 
     def take(self, ids: Sequence[int]) -> dict[int, int]:
         """Claim what nobody else holds; gives the tokens."""

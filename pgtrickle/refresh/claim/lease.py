@@ -84,7 +84,7 @@ class Lease:
 
 
 @dataclass
-class KeptElsewhere:
+class BorrowedLease:
     """A lease that somebody else of this process renews."""
 
     service_id: uuid.UUID

@@ -22,7 +22,7 @@ from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, LOCK_TIMEOUT, 
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
 if TYPE_CHECKING:
-    from pgtrickle.sites.remote.cut import OtherCut
+    from pgtrickle.sites.remote.cut import RemoteCut
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Cut:
     ]  # views that could not be locked: not to be read; None where another session has them
     merge_mb: str  # memory for sorts and hashes of an apply
     writes: bool = False  # in the same transaction: what it writes nobody else sees
-    others: Mapping[str, OtherCut] = field(default_factory=dict)  # of other databases, by their names
+    others: Mapping[str, RemoteCut] = field(default_factory=dict)  # of other databases, by their names
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a coordinator, by distributed table
 
 

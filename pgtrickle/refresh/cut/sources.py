@@ -17,7 +17,7 @@ from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
 from pgtrickle.sites.broker import Offer
-from pgtrickle.sites.remote.cut import ForeignSource, OtherCut
+from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ Probe = tuple[str, Snapshot]
 def changed_sources(
     cut: Cut,
     frontiers: Mapping[int, Frontier | None],
-    others: Mapping[str, OtherCut],
+    others: Mapping[str, RemoteCut],
     foreign: Sequence[ForeignSource],
 ) -> dict[int, list[Source]]:
     """For each stream table its sources, with what happened to them since its frontier."""
     with cut.conn.cursor(row_factory=dict_row) as cursor:
         rows = cursor.execute(load_query("sources"), {"ids": list(frontiers)}).fetchall()
-    elsewhere = {(one.pgt_id, one.relid): one for one in foreign}
-    found = [(row["pgt_id"], _at_cut(row, others, elsewhere.get((row["pgt_id"], row["relid"])))) for row in rows]
+    remote = {(one.pgt_id, one.relid): one for one in foreign}
+    found = [(row["pgt_id"], _at_cut(row, others, remote.get((row["pgt_id"], row["relid"])))) for row in rows]
     windows: list[Snapshot | None] = []
     for pgt_id, source in found:
         frontier = frontiers[pgt_id]
@@ -96,7 +96,7 @@ def changed_sources(
         if window is not None and source.stable_name is not None:
             changed, markers = answers[source.database][source.stable_name, window]
             source = replace(source, changed=changed, markers=markers)
-        elif _joins(frontiers[pgt_id], source, elsewhere.get((pgt_id, source.relid))):
+        elif _joins(frontiers[pgt_id], source, remote.get((pgt_id, source.relid))):
             moved_in = is_node(source.database) and bool(others[source.database].shards[source.there].names)
             source = replace(source, changed=True, joined=True, moved_in=moved_in)
         result[pgt_id].append(source)
@@ -110,7 +110,7 @@ def _joins(frontier: Frontier | None, source: Source, known: ForeignSource | Non
     return source.database not in frontier.databases and source.relid not in frontier.shards
 
 
-def _at_cut(row: dict[str, Any], others: Mapping[str, OtherCut], known: ForeignSource | None) -> Source:
+def _at_cut(row: dict[str, Any], others: Mapping[str, RemoteCut], known: ForeignSource | None) -> Source:
     """A source as its own database has it."""
     label = f"{row['schema']}.{row['name']}"
     if known is None:

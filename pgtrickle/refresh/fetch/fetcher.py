@@ -24,7 +24,7 @@ from pgtrickle.query.types import Form, PgType
 from pgtrickle.refresh.fetch.key_origins import origins_of
 from pgtrickle.refresh.fetch.medium import Medium, Request, T
 from pgtrickle.refresh.fetch.reader import Reader
-from pgtrickle.sites.remote.connections import told
+from pgtrickle.sites.remote.connections import errors_naming
 
 Forms = tuple[tuple[Column, Form], ...]
 
@@ -173,7 +173,7 @@ def _few_shards(
             continue
         if key.column.type != key.origin_column.type:  # equal values of two types may have different hashes
             continue
-        with told(reader.database), reader.conn.transaction():
+        with errors_naming(reader.database), reader.conn.transaction():
             set_local(reader.conn, reader.settings)  # the keys were printed under these
             few = {hole: shards.holding(reader.conn, key.column.type.name, found.values)}
         # Of an earlier version changes are undone, those of other keys too.

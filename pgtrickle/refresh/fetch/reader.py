@@ -17,7 +17,7 @@ from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.plan import Plan, Version, scans_of
 from pgtrickle.sites.citus.shards import Shards
-from pgtrickle.sites.remote.connections import told
+from pgtrickle.sites.remote.connections import errors_naming
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Reader:
         """The rows of a query as an Arrow table of the given schema."""
         if not self.database:
             return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
-        with told(self.database), self.conn.transaction():
+        with errors_naming(self.database), self.conn.transaction():
             set_local(self.conn, self.settings)
             return copy_out(self.conn, statement, schema, copying.MOST_BYTES)
 

@@ -24,7 +24,7 @@ from pgtrickle.service.broker.flight import FlightOffers, ask_for_offer
 from pgtrickle.service.broker.publisher import Desk
 from pgtrickle.service.config import BrokerConfig
 from pgtrickle.sites.broker import Interest, Offer
-from pgtrickle.sites.remote.connections import Connections, told
+from pgtrickle.sites.remote.connections import Connections, errors_naming
 
 log = logging.getLogger("pgtrickle.broker")
 
@@ -151,7 +151,7 @@ class Broker:
                 continue
             values = (Jsonb(interest.expressions), Jsonb(sorted(interest.conditions)), Jsonb(dict(settings)))
             try:
-                with self.connections.open(database, dsn) as conn, told(database):
+                with self.connections.open(database, dsn) as conn, errors_naming(database):
                     row = conn.execute(
                         "SELECT pgtrickle._register_interest(%s, %s, %s, %s, %s, %s)", (home, label, name, *values)
                     ).fetchone()
@@ -173,7 +173,7 @@ class Broker:
         known = self._leaders.get(dsn)
         if dsn in self._leaders and time.monotonic() - self._asked[dsn] < LEADER_SECONDS:
             return known
-        with self.connections.open(database, dsn) as conn, told(database):
+        with self.connections.open(database, dsn) as conn, errors_naming(database):
             row = conn.execute(
                 "SELECT service_id, address, token FROM pgtrickle.pgt_broker WHERE lease_expires > clock_timestamp()"
             ).fetchone()

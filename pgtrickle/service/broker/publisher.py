@@ -31,7 +31,7 @@ from pgtrickle.frontier.window import since
 from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
 from pgtrickle.sites.broker import WEIGHT, XID, Offer, Offered, schema_type
-from pgtrickle.sites.remote.connections import Connections, check_catalog, told
+from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
 
 log = logging.getLogger("pgtrickle.broker")
 
@@ -164,7 +164,7 @@ class Desk:
 
     def _round(self) -> None:
         """Stay elected, and take a cut where somebody waits for one."""
-        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+        with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             if not self._elected(conn):
                 self._refuse()
                 return
@@ -213,7 +213,7 @@ class Desk:
         began = time.monotonic()
         with ExitStack() as stack:
             conn = stack.enter_context(self.connections.open(self.name, self.dsn))
-            with told(self.name):
+            with errors_naming(self.name):
                 # All that anybody reads here, not only what is wanted: others look rows up in this snapshot.
                 tables = conn.execute(load_query("broker_locks")).fetchall()
                 conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -235,7 +235,7 @@ class Desk:
     def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, Offered]:
         """The changes of each source, in that snapshot. Not by who holds it: buffers must not be locked for as long."""
         sources: dict[str, Offered] = {}
-        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+        with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             try:
                 conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(exported)))
@@ -277,7 +277,7 @@ class Desk:
                 found["names"].append(one.stable_name)
                 found["pending"].append(max((offered.changed(window) for window in served), default=None))
                 found["bounds"].append(pc.max(offered.rows.column(XID)).as_py())
-        with self.connections.open(self.name, self.dsn) as conn, told(self.name):
+        with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             conn.execute(load_query("broker_found"), found | {"service": self.service_id})
 
     def _release(self, keep: int) -> None:

@@ -19,10 +19,10 @@ from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.catalog.install import install, installed_version, latest_version, uninstall
 from pgtrickle.errors import NotDifferentiableError, PgtrickleError, PrivilegeError, SourceLockedError
 from pgtrickle.postgres import fence
-from pgtrickle.sites.remote.connections import Connections, dsn_from, told
+from pgtrickle.sites.remote.connections import Connections, dsn_from, errors_naming
 
 if TYPE_CHECKING:
-    from pgtrickle.sites.remote.databases import Elsewhere
+    from pgtrickle.sites.remote.databases import RemoteDatabases
 
 COORDINATOR = "@coordinator"
 LOCK_TIMEOUT = "300ms"
@@ -84,7 +84,7 @@ class Barrier:
     def _try(self, conns: Mapping[str, psycopg.Connection[Any]]) -> bool:
         """In the same order for all who do this; False where a crash left a transaction half committed."""
         for name, conn in conns.items():
-            with told(name):
+            with errors_naming(name):
                 conn.execute("BEGIN")
                 self._held.append(conn)
                 conn.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
@@ -102,11 +102,11 @@ class Barrier:
 class Cluster:
     """The cluster that a database coordinates, if there is one."""
 
-    elsewhere: Elsewhere
+    remote: RemoteDatabases
 
     @property
     def home(self) -> psycopg.Connection[Any]:
-        return self.elsewhere.home
+        return self.remote.home
 
     def distributed(self, view: int, refresh_mode: str) -> list[int]:
         """The distributed tables that a view reads, and that are to be read from their nodes."""
@@ -139,7 +139,7 @@ class Cluster:
             self._fit(table)
             # Whose buffer is read on a node is for administrators to say. For others the service does it before it reads.
             for name in nodes.values() if administers else ():
-                self.elsewhere.import_table(name, label)
+                self.remote.import_table(name, label)
             pass_gate(self.home, "spread", source=table)
         if administers:
             self.home.execute("SELECT pgtrickle._forget_nodes()")
@@ -187,7 +187,7 @@ class Cluster:
         rows = self.home.execute("SELECT name FROM pgtrickle._unused_nodes() AS name").fetchall()
         for (name,) in rows:
             with suppress(psycopg.Error, PgtrickleError):
-                self.elsewhere.ask(name, "SELECT pgtrickle._untrack_unused()", ())
+                self.remote.ask(name, "SELECT pgtrickle._untrack_unused()", ())
 
     def install(self) -> None:
         """A catalog of its own for every node: capture is theirs."""
@@ -207,11 +207,11 @@ class Cluster:
         ).fetchall()
         with ExitStack() as stack:
             conns = {
-                name: stack.enter_context(self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)))
+                name: stack.enter_context(self.remote.connections.open(name, dsn_from(self.home, name, dsn)))
                 for name, dsn in rows
             }
             for name, conn in conns.items():
-                with told(name):
+                with errors_naming(name):
                     if installed_version(conn) is not None:
                         uninstall(conn)
 
@@ -228,7 +228,7 @@ class Cluster:
         if not is_administrator(self.home):
             return {group: name for group, name, _, _ in rows}  # the service makes them known
         for group, name, dsn, known in rows:
-            with self.elsewhere.connections.open(name, dsn_from(self.home, name, dsn)) as conn, told(name):
+            with self.remote.connections.open(name, dsn_from(self.home, name, dsn)) as conn, errors_naming(name):
                 if not _is_served_by(conn, role[0]):
                     install(conn, service_role=role[0])
                 elif known == dsn:

@@ -89,7 +89,7 @@ class Connections:
 
     def keep_only(self, name: str, dsn: str, kept: Kept) -> None:
         """Tell a database that of the stream tables of one home only these still read it."""
-        with told(name), self.open(name, dsn) as conn:
+        with errors_naming(name), self.open(name, dsn) as conn:
             conn.execute(
                 "SELECT pgtrickle._keep_consumers(%s, %s::text[], %s::bigint[])",
                 (kept.home, [consumer for consumer, _ in kept.consumers], [there for _, there in kept.consumers]),
@@ -164,7 +164,7 @@ class Connections:
 
 
 @contextmanager
-def told(database: str) -> Iterator[None]:
+def errors_naming(database: str) -> Iterator[None]:
     """A connection that is lost, or what a server says that goes down, is told with the database's name."""
     try:
         yield

@@ -56,7 +56,7 @@ class Consumed:
 
 
 @dataclass(frozen=True)
-class OtherCut:
+class RemoteCut:
     """One consistent state of another database."""
 
     database: str
@@ -77,7 +77,7 @@ def take_offered_cut(
     sources: Sequence[ForeignSource],
     offer: Offer,
     proofs: Mapping[str, str],
-) -> OtherCut | None:
+) -> RemoteCut | None:
     """A cut under the broker's snapshot; None where that cannot be: it is over, or older than what a consumer has stored.
 
     The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks. What a
@@ -87,7 +87,7 @@ def take_offered_cut(
         return None
     conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
     try:
-        cut = replace(take_other_cut(conn, database, sources, offer.snapshot), offer=offer)
+        cut = replace(take_remote_cut(conn, database, sources, offer.snapshot), offer=offer)
         if all(proofs[one.consumer] in (one.proof, one.former_proof) for one in cut.consumed.values()):
             return cut
         conn.execute("ROLLBACK")
@@ -102,13 +102,13 @@ def take_offered_cut(
         return None
 
 
-def take_other_cut(
+def take_remote_cut(
     conn: psycopg.Connection[Any],
     database: str,
     sources: Sequence[ForeignSource],
     snapshot: str | None = None,
     locked: Sequence[str] = (),
-) -> OtherCut:
+) -> RemoteCut:
     """Lock what is read, of a node its shards, then take the snapshot, or another's."""
     timeout = HURRIED_LOCK_TIMEOUT if is_node(database) else SHARED_LOCK_TIMEOUT
     conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
@@ -154,7 +154,7 @@ def take_other_cut(
         raise SourceLockedError(
             f"shards came to {database} or left it at this moment", "A service tries again by itself."
         )
-    return OtherCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
+    return RemoteCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
 
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:

@@ -15,9 +15,9 @@ from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.problems import lacking
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 from pgtrickle.sites.citus.cluster import Barrier
-from pgtrickle.sites.remote.connections import check_catalog, told
-from pgtrickle.sites.remote.cut import ForeignSource, OtherCut, end_cut, shards_on, take_offered_cut, take_other_cut
-from pgtrickle.sites.remote.databases import Elsewhere, known_of
+from pgtrickle.sites.remote.connections import check_catalog, errors_naming
+from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut, end_cut, shards_on, take_offered_cut, take_remote_cut
+from pgtrickle.sites.remote.databases import RemoteDatabases, known_of
 from pgtrickle.sites.remote.functions import compare_functions
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ AT_ONCE = 8  # databases that are asked at the same time
 
 
 @dataclass
-class OtherCuts:
+class RemoteCuts:
     """Takes them, and has what is new there captured before."""
 
-    elsewhere: Elsewhere
+    remote: RemoteDatabases
 
     def __post_init__(self) -> None:
-        self.barrier = Barrier(self.elsewhere.connections)
+        self.barrier = Barrier(self.remote.connections)
 
     @contextmanager
-    def cut(self, works: Sequence[Work]) -> Iterator[dict[str, OtherCut]]:
+    def cut(self, works: Sequence[Work]) -> Iterator[dict[str, RemoteCut]]:
         """Cuts of all databases that these stream tables read; who reads one that cannot be cut gets its error.
 
         Members of a set that have no news are left alone.
@@ -48,15 +48,15 @@ class OtherCuts:
         self._check_use(works)
         works = [work for work in works if work.error is None]
         self._join(works)
-        sources = self.elsewhere.sources(works)
+        sources = self.remote.sources(works)
         if not sources and not any(work.row.spread_here for work in works):
             yield {}
             return
         for work in works:
             work.foreign = [source for source in sources if source.pgt_id == work.row.pgt_id]
         wanted = {name: [one for one in sources if one.database == name] for name in {one.database for one in sources}}
-        dsns = self.elsewhere.dsns(wanted)
-        cuts: dict[str, OtherCut] = {}
+        dsns = self.remote.dsns(wanted)
+        cuts: dict[str, RemoteCut] = {}
         with ExitStack() as stack:
             looked = _at_once(partial(self._has_news, works, dsns), _may_rest(works, wanted))
             if any(is_node(name) and news is True for name, news in looked.items()):
@@ -71,7 +71,7 @@ class OtherCuts:
                 wanted = {name: of for name, of in wanted.items() if not is_node(name)}
                 on_nodes, nodes = False, {}
             shared: set[str] = set()
-            if self.elsewhere.brokers is not None:  # a broker's rows were computed before we could look at functions
+            if self.remote.brokers is not None:  # a broker's rows were computed before we could look at functions
                 shared = wanted.keys() - _read_whole(works) - nodes.keys()  # nodes are cut at one moment
                 shared -= {name for work in works if work.calls for name in work.row.databases}
             for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
@@ -81,7 +81,7 @@ class OtherCuts:
                     stack.push(found[0].__exit__)
                     cuts[database] = found[1]
             _refuse_twins(cuts, works)
-            compare_functions(self.elsewhere, cuts, works)
+            compare_functions(self.remote, cuts, works)
             if on_nodes:
                 self._require_all_nodes(works)
             for work in works:
@@ -96,24 +96,24 @@ class OtherCuts:
     def _raise_barrier(self, stack: ExitStack, nodes: Mapping[str, str], works: Sequence[Work]) -> bool:
         """Whether the coordinator and these nodes can be cut at one moment; if not, who reads them is told why."""
         try:
-            stack.enter_context(self.barrier.raised(self.elsewhere.home, nodes))
+            stack.enter_context(self.barrier.raised(self.remote.home, nodes))
         except (psycopg.Error, PgtrickleError) as error:
-            if self.elsewhere.home.broken or self.elsewhere.home.closed:
+            if self.remote.home.broken or self.remote.home.closed:
                 raise
-            self.elsewhere.note(error, [work for work in works if work.row.on_nodes])
+            self.remote.note(error, [work for work in works if work.row.on_nodes])
             return False
         return True
 
     def _require_all_nodes(self, works: Sequence[Work]) -> None:
         """While the barrier is up no shard changes its node: are those cut that have some?"""
-        rows = self.elsewhere.home.execute(
+        rows = self.remote.home.execute(
             "SELECT d.pgt_id, d.through::text, pgtrickle._unread_node(d.through) FROM pgtrickle.pgt_dependencies d"
             " WHERE d.pgt_id = ANY (%s) AND pgtrickle._unread_node(d.through) IS NOT NULL",
             ([work.row.pgt_id for work in works],),
         ).fetchall()
         for pgt_id, table, node in rows:
             error = SourceLockedError(f"shards of {table} have come to {node}", "A service tries again by itself.")
-            self.elsewhere.note(error, [work for work in works if work.row.pgt_id == pgt_id])
+            self.remote.note(error, [work for work in works if work.row.pgt_id == pgt_id])
 
     def _has_news(
         self, works: Sequence[Work], dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
@@ -121,7 +121,7 @@ class OtherCuts:
         """Whether a member of a set has changes for one of these stream tables, or is not what it was."""
         readers = {source.consumer: source.pgt_id for source in sources}
         known = {work.row.pgt_id: known_of(work, database) for work in works}
-        with self.elsewhere.connections.open(database, dsns[database]) as conn, told(database):
+        with self.remote.connections.open(database, dsns[database]) as conn, errors_naming(database):
             rows = conn.execute(
                 "SELECT consumer, state, xids, relids, proofs FROM pgtrickle._look(%s)", (list(readers),)
             ).fetchall()
@@ -130,7 +130,7 @@ class OtherCuts:
         for consumer, state, xids, relids, proofs in rows:
             reflected = known[readers[consumer]]
             tables = {source.there for source in sources if source.consumer == consumer}
-            if reflected is None or self.elsewhere.connections.looks.get((dsns[database], consumer)) != state:
+            if reflected is None or self.remote.connections.looks.get((dsns[database], consumer)) != state:
                 return True
             if tables != set(relids) or not all(reflected.proof in each for each in proofs):
                 return True
@@ -143,7 +143,7 @@ class OtherCuts:
         if isinstance(found, Exception):
             lost = isinstance(found, DatabaseFailedError | SourceLockedError)
             readers = [work for work in works if database in work.row.databases]
-            self.elsewhere.note(found, [work for work in readers if not (lost and _keeps(work, database))])
+            self.remote.note(found, [work for work in readers if not (lost and _keeps(work, database))])
 
     def _enter(
         self,
@@ -152,7 +152,7 @@ class OtherCuts:
         shared: Collection[str],
         database: str,
         sources: Sequence[ForeignSource],
-    ) -> tuple[AbstractContextManager[OtherCut], OtherCut]:
+    ) -> tuple[AbstractContextManager[RemoteCut], RemoteCut]:
         proofs: dict[str, str] = {}
         if database in shared:
             readers = {source.pgt_id: source.consumer for source in sources}
@@ -168,11 +168,11 @@ class OtherCuts:
         dsn: str,
         sources: Sequence[ForeignSource],
         proofs: Mapping[str, str],
-    ) -> OtherCut | None:
+    ) -> RemoteCut | None:
         """A cut that a broker offers; the next one, where the first was taken before somebody had proved his last."""
-        assert self.elsewhere.brokers is not None
+        assert self.remote.brokers is not None
         for _ in range(OFFERS):
-            offer = self.elsewhere.brokers.offer(database, dsn, sources[0].node, sorted(proofs))
+            offer = self.remote.brokers.offer(database, dsn, sources[0].node, sorted(proofs))
             if offer is None:
                 return None
             cut = take_offered_cut(conn, database, sources, offer, proofs)
@@ -182,10 +182,10 @@ class OtherCuts:
 
     def _follow(self, works: Sequence[Work]) -> None:
         """Foreign tables that were pointed elsewhere stand for another table from now on."""
-        for source in [one for one in self.elsewhere.sources(works) if one.redirected]:
+        for source in [one for one in self.remote.sources(works) if one.redirected]:
             readers = [work for work in works if work.row.pgt_id == source.pgt_id and work.error is None]
             try:
-                if self.elsewhere.servers.resolve(source.relid) is None:
+                if self.remote.servers.resolve(source.relid) is None:
                     raise DatabaseFailedError(
                         f"a foreign table was {source.database}.{source.schema}.{source.name} and points elsewhere now,"
                         " to no registered database",
@@ -196,17 +196,17 @@ class OtherCuts:
                     _suspend(work, error.diag.message_primary or str(error))
                 continue
             except (psycopg.Error, PgtrickleError) as error:
-                self.elsewhere.note(error, readers)
+                self.remote.note(error, readers)
                 continue
             for work in readers:
-                work.row = replace(work.row, databases=sorted({one.database for one in self.elsewhere.sources([work])}))
+                work.row = replace(work.row, databases=sorted({one.database for one in self.remote.sources([work])}))
 
     def _check_use(self, works: Sequence[Work]) -> None:
         """Stream tables whose owners may not use a registered database, or not any more, are suspended."""
         ids = [work.row.pgt_id for work in works if work.row.databases]
         if not ids:
             return
-        rows = self.elsewhere.home.execute("SELECT id, problem FROM pgtrickle._use_problems(%s)", (ids,)).fetchall()
+        rows = self.remote.home.execute("SELECT id, problem FROM pgtrickle._use_problems(%s)", (ids,)).fetchall()
         problems = dict(rows)
         for work in works:
             if work.row.pgt_id in problems and work.error is None:
@@ -217,8 +217,8 @@ class OtherCuts:
         for work in works:
             if work.row.frontier is None or not work.row.databases or work.error is not None:
                 continue
-            new = [one for one in self.elsewhere.sources([work]) if one.shard and known_of(work, one.database) is None]
-            if not new or self.elsewhere.subscribe(work, {source.relid for source in new}):
+            new = [one for one in self.remote.sources([work]) if one.shard and known_of(work, one.database) is None]
+            if not new or self.remote.subscribe(work, {source.relid for source in new}):
                 continue
             may_wait = work.row.lost_members == "keep" and not any(is_node(source.database) for source in new)
             if isinstance(work.error, DatabaseFailedError) and may_wait:
@@ -227,26 +227,26 @@ class OtherCuts:
     def remember(self, works: Sequence[Work]) -> None:
         """What members of sets were like when these stream tables were refreshed."""
         try:
-            dsns = self.elsewhere.dsns({name for work in works for name in work.looks})
+            dsns = self.remote.dsns({name for work in works for name in work.looks})
         except psycopg.errors.UndefinedObject:
             return  # one was removed meanwhile: all are cut once more
         for work in works:
             for database, state in work.looks.items():
-                self.elsewhere.connections.looks[dsns[database], work.foreign[0].consumer] = state
+                self.remote.connections.looks[dsns[database], work.foreign[0].consumer] = state
 
     @contextmanager
     def _cut(
         self, database: str, dsn: str, sources: Sequence[ForeignSource], proofs: Mapping[str, str]
-    ) -> Iterator[OtherCut]:
-        with self.elsewhere.connections.open(database, dsn) as conn:
+    ) -> Iterator[RemoteCut]:
+        with self.remote.connections.open(database, dsn) as conn:
             try:
-                with told(database):
+                with errors_naming(database):
                     check_catalog(conn, database)
                     cut = self._take_offered(conn, database, dsn, sources, proofs) if proofs else None
                     if cut is None:
                         shards = shards_on(conn, sources) if is_node(database) else []
                         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                        cut = take_other_cut(conn, database, sources, locked=shards)
+                        cut = take_remote_cut(conn, database, sources, locked=shards)
                 yield cut
             finally:
                 end_cut(conn)
@@ -257,7 +257,7 @@ def _suspend(work: Work, problem: str) -> None:
     work.error = lacking(work.row.label, problem)
 
 
-def _refuse_twins(cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
+def _refuse_twins(cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
     """Two names for one database would be cut at two moments, as if they were two."""
     by_node: dict[str, str] = {}
     for name, cut in cuts.items():

@@ -22,7 +22,7 @@ from pgtrickle.catalog.gate import is_administrator, pass_gate
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
 from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.sites.broker import Brokers, Interest
-from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, told
+from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, errors_naming
 from pgtrickle.sites.remote.cut import ForeignSource
 from pgtrickle.sites.remote.foreign_servers import ForeignServers
 from pgtrickle.sites.remote.functions import replaced_functions
@@ -40,7 +40,7 @@ class NotThereError(Exception):
 
 
 @dataclass
-class Elsewhere:
+class RemoteDatabases:
     """What the stream tables of one database read in others."""
 
     home: psycopg.Connection[Any]
@@ -59,7 +59,7 @@ class Elsewhere:
 
     def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         """What a registered database answers. What goes wrong there is told with its name."""
-        with self.open(name) as conn, told(name):
+        with self.open(name) as conn, errors_naming(name):
             return conn.execute(query.encode(), parameters).fetchall()
 
     def sources(self, works: Sequence[Work]) -> list[ForeignSource]:
@@ -120,7 +120,7 @@ class Elsewhere:
 
     def import_table(self, database: str, table: str) -> None:
         """Make a table of another database known here, or look at it again."""
-        with self.open(database) as conn, told(database):
+        with self.open(database) as conn, errors_naming(database):
             check_catalog(conn, database)
         try:
             ((found,),) = self.ask(database, "SELECT pgtrickle._describe_table(%s::regclass)", (table,))

@@ -13,7 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, SourceChangedError
-from pgtrickle.sites.remote.connections import Connections, check_catalog, told
+from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
 
 _HERE = frozenset({"here"})  # the machine that we run on
 
@@ -66,7 +66,7 @@ class ForeignServers:
         return not there.isdisjoint(_machine(host, _HERE))
 
     def _note(self, relation: int, database: str, dsn: str, target: Mapping[str, str]) -> None:
-        with self.connections.open(database, dsn) as conn, told(database):
+        with self.connections.open(database, dsn) as conn, errors_naming(database):
             check_catalog(conn, database)
             row = conn.execute(
                 "SELECT pgtrickle._describe_table(to_regclass(format('%%I.%%I', %s::text, %s::text)))"

@@ -13,7 +13,7 @@ import psycopg
 
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.errors import PgtrickleError, SourceChangedError
-from pgtrickle.sites.remote.cut import OtherCut
+from pgtrickle.sites.remote.cut import RemoteCut
 
 if TYPE_CHECKING:
     from pgtrickle.refresh.work import Work
@@ -30,15 +30,15 @@ class Databases(Protocol):
     def note(self, error: Exception, works: Sequence[Work]) -> None: ...
 
 
-def describe_functions(elsewhere: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
+def describe_functions(remote: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
     """What each of the databases that a view reads says of the functions that it calls."""
-    home = elsewhere.home
+    home = remote.home
     rows = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
     if not rows:
         return {}
     names = [name for (name,) in rows]
     databases = home.execute("SELECT pgtrickle._databases_behind(%s::oid::regclass)", (view,)).fetchall()
-    return {database: elsewhere.ask(database, _DESCRIBE, (names,)) for (database,) in databases}
+    return {database: remote.ask(database, _DESCRIBE, (names,)) for (database,) in databases}
 
 
 def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
@@ -50,13 +50,13 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
         )
 
 
-def compare_functions(elsewhere: Databases, cuts: Mapping[str, OtherCut], works: Sequence[Work]) -> None:
+def compare_functions(remote: Databases, cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
     """Who calls a function that is not the same in a database of the cut as here gets an error that says so."""
     for work in works:
         work.functions = {}
         if not work.calls or work.error is not None:
             continue
-        here = {name: one for name, one, _, _ in elsewhere.home.execute(_DESCRIBE, (list(work.calls),)).fetchall()}
+        here = {name: one for name, one, _, _ in remote.home.execute(_DESCRIBE, (list(work.calls),)).fetchall()}
         for database in set(work.row.databases) & cuts.keys():
             found = cuts[database].conn.execute(_DESCRIBE, (list(work.calls),)).fetchall()
             for name, definition, _, problem in found:
@@ -73,15 +73,15 @@ def _label(name: str) -> str:
     return name if name.startswith(("operator ", "type ")) else f"function {name}"
 
 
-def replaced_functions(elsewhere: Databases, works: Sequence[Work]) -> list[Work]:
+def replaced_functions(remote: Databases, works: Sequence[Work]) -> list[Work]:
     """Those that called functions elsewhere which were replaced since the cut."""
     found = []
     for work in works:
         for database, versions in work.functions.items():
             try:
-                rows = elsewhere.ask(database, _DESCRIBE, (list(versions),))
+                rows = remote.ask(database, _DESCRIBE, (list(versions),))
             except (psycopg.Error, PgtrickleError) as error:
-                elsewhere.note(error, [work])
+                remote.note(error, [work])
                 break
             if {name: version for name, _, version, _ in rows} != versions:
                 found.append(work)
