@@ -48,7 +48,7 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             mapping = {column.id: value for column, value in inner}
             return _compute(child, tuple((column, substitute(value, mapping)) for column, value in items))
         case Filter(input=child, condition=condition):
-            below = _beside(child, items, used_ids(condition))
+            below = _add_columns(child, items, used_ids(condition))
             return None if below is None else _picked(Filter(below, condition), items)
         case Negate(input=child):
             below = _compute(child, items)
@@ -64,7 +64,7 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             if not all(used_ids(value) <= mine for _, value in of_left):
                 return None
             tested = used_ids(condition)
-            one, other = _beside(left, of_left, tested), _beside(right, of_right, tested)
+            one, other = _add_columns(left, of_left, tested), _add_columns(right, of_right, tested)
             return None if one is None or other is None else _picked(replace(plan, left=one, right=other), items)
         case Join():
             return _compute(outer_as_union(plan), items)
@@ -72,14 +72,14 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             if _reads(items, mark):
                 return None
             own = _apart(items, _ids(right))
-            below = _beside(left, own, used_ids(condition))
+            below = _add_columns(left, own, used_ids(condition))
             return None if below is None else _picked(replace(plan, left=below), own, items)
         case Flip(left=left, left_delta=left_delta, right=right, condition=condition, mark=mark):
             if _reads(items, mark):
                 return None
             own, tested = _apart(items, _ids(right)), used_ids(condition)
-            below = _beside(left, own, tested)
-            change = _beside(_renamed(left_delta, left.columns), own, tested)
+            below = _add_columns(left, own, tested)
+            change = _add_columns(_renamed(left_delta, left.columns), own, tested)
             if below is None or change is None:
                 return None
             return _picked(replace(plan, left=below, left_delta=change), own, items)
@@ -87,7 +87,7 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             return None
 
 
-def _beside(plan: Plan, items: Items, needed: set[str]) -> Plan | None:
+def _add_columns(plan: Plan, items: Items, needed: set[str]) -> Plan | None:
     """The plan with what the items compute, and those of its own columns that are read above."""
     computed = tuple(item for item in items if not isinstance(item[1], exp.Column))
     passed = needed | {value.name for _, value in items if isinstance(value, exp.Column)}

@@ -37,7 +37,7 @@ from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
 from pgtrickle.refresh.compute.shared_text import Input
 from pgtrickle.refresh.compute.spark_jobs import run_jobs
 from pgtrickle.refresh.failures import Policy
-from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.planning.programs import Plans, Programs
 from pgtrickle.refresh.results import Outcome, RefreshResult
 from pgtrickle.refresh.snapshot_reader import Reading
@@ -68,7 +68,7 @@ class Engine:
     policy: Policy = field(default_factory=Policy)
     plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
     connections: Connections = field(default_factory=Connections)  # to other databases; all engines may share them
-    beside: Beside | None = None  # the same: processes that read many changes
+    helpers: HelperProcesses | None = None  # the same: processes that read many changes
     statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class Engine:
             self.remote,
             lambda name: self.on_step(name),
             self.statements,
-            beside=self.beside,
+            helpers=self.helpers,
         )
 
     def refresh(

@@ -40,8 +40,8 @@ from pgtrickle.refresh.decide.cost import check_fuse, compare_costs, is_large
 from pgtrickle.refresh.decide.decision import decide
 from pgtrickle.refresh.fetch.brokered import take_offered
 from pgtrickle.refresh.fetch.fetcher import Fetcher
-from pgtrickle.refresh.fetch.helper_process import Beside
-from pgtrickle.refresh.fetch.medium import InMemory, ReadBeside
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
+from pgtrickle.refresh.fetch.medium import HelperRead, InMemory
 from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.refresh.fetch.shared_scan import read_together
 from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job, rows_job, state_job
@@ -78,7 +78,7 @@ class Reading:
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
     large: int = LARGE
-    beside: Beside | None = None  # a service has one
+    helpers: HelperProcesses | None = None  # a service has one
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class Reading:
                 work.job = work.fetcher = work.large = None
         prepared = time.monotonic()
         self._take_offers(works, cut)
-        self._let_read_beside(works, cut, media)
+        self._let_helpers_read(works, cut, media)
         self._read_together(works, media)
         together = (time.monotonic() - prepared) / len(works)
         for work in works:
@@ -309,16 +309,16 @@ class Reading:
                 if wanted:
                     work.lacking[database] = wanted
 
-    def _let_read_beside(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
+    def _let_helpers_read(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
         """Many changes are read by a process of their own: here they would keep all other threads waiting."""
-        if self.beside is None or not media or cut.writes or is_pooled(self.conn):
+        if self.helpers is None or not media or cut.writes or is_pooled(self.conn):
             return
         sources = [source for work in works for source in work.sources if source.changed and not source.database]
-        many = frozenset(source.relid for source in sources if source.buffered > self.beside.many)
+        many = frozenset(source.relid for source in sources if source.buffered > self.helpers.many)
         if many:
             exported = export(cut.conn)
             for medium in media.values():
-                medium.beside = ReadBeside(self.beside, exported, many)
+                medium.helpers = HelperRead(self.helpers, exported, many)
 
     def _read_together(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
         """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""

@@ -15,7 +15,7 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.trust import Trust
 from pgtrickle.errors import UntrustedCatalogError
-from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.service.activity import PULSE_SECONDS, Pulse
 from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
@@ -66,7 +66,7 @@ class Launcher:
     service_id: uuid.UUID
     pool: Pool
     watch: Watch
-    beside: Beside
+    helpers: HelperProcesses
     broker: Broker
     rotation: Rotation
     on_settings: Callable[[], None] = lambda: None
@@ -265,7 +265,7 @@ class Launcher:
                 name,
                 self.service_id,
                 connections=self.watch.connections,
-                beside=self.beside,
+                helpers=self.helpers,
                 broker=self.broker,
             )
             watched.tended = Tended(f"{self.server.name}/{name}", workers, self.budget.limit(self.server.name))

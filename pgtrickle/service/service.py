@@ -7,7 +7,7 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 
-from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
@@ -31,7 +31,7 @@ class Service:
     def __post_init__(self) -> None:
         self.pool = Pool(4)
         self.watch = Watch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
-        self.beside = Beside()
+        self.helpers = HelperProcesses()
         self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
         self.rotation = Rotation()
         self.launchers = [
@@ -41,7 +41,7 @@ class Service:
                 self.service_id,
                 self.pool,
                 self.watch,
-                self.beside,
+                self.helpers,
                 self.broker,
                 self.rotation,
                 self._fit_pool,
@@ -67,7 +67,7 @@ class Service:
         self.watch.stop()
         self.broker.stop()
         self.watch.connections.end()
-        self.beside.close()
+        self.helpers.close()
         return finished
 
     def _fit_pool(self) -> None:

@@ -18,7 +18,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.postgres.connection import be_pooled
 from pgtrickle.refresh.claim.lease import BorrowedLease
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, is_retried, kind_of
-from pgtrickle.refresh.fetch.helper_process import Beside
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.refresh.planning.programs import Plans
 from pgtrickle.refresh.results import Outcome
@@ -42,7 +42,7 @@ class Workers:
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
     connections: Connections = field(default_factory=Connections)  # to other databases
-    beside: Beside | None = None
+    helpers: HelperProcesses | None = None
     broker: Broker | None = None
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -91,7 +91,7 @@ class Workers:
         if engine is None:
             conn = self.budget.open(name, self.database)
             lease = BorrowedLease(self.service_id)
-            engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, beside=self.beside)
+            engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, helpers=self.helpers)
         try:
             yield engine
         except BaseException:

@@ -43,7 +43,7 @@ class Order:
     schema: pa.Schema
 
 
-class Beside:
+class HelperProcesses:
     """The processes; they are started when needed, and end when the service does, however it ends."""
 
     def __init__(self, many: int = MANY) -> None:

@@ -13,7 +13,7 @@ from psycopg import sql
 
 from pgtrickle.compile.shared_scan import Slice
 from pgtrickle.query.plan import Plan, Version, scans_of
-from pgtrickle.refresh.fetch.helper_process import Beside, Order
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses, Order
 from pgtrickle.refresh.fetch.reader import Reader
 
 T = TypeVar("T")
@@ -50,10 +50,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class ReadBeside:
+class HelperRead:
     """A process of its own for the changes of tables that have many."""
 
-    beside: Beside
+    helpers: HelperProcesses
     exported: str  # the cut's snapshot
     many: frozenset[int]
 
@@ -66,7 +66,7 @@ class ReadBeside:
             return None
         info = medium.conn.info
         order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema)
-        return self.beside.read(order)
+        return self.helpers.read(order)
 
 
 @dataclass
@@ -76,7 +76,7 @@ class InMemory:
     conn: psycopg.Connection[Any]
     statements: list[str]  # what was sent
     settings: Mapping[str, str] = field(default_factory=dict)
-    beside: ReadBeside | None = None  # where tables have many changes
+    helpers: HelperRead | None = None  # where tables have many changes
     _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
     _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
     _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
@@ -101,7 +101,7 @@ class InMemory:
         key = (request.reader.database, shown)
         if key not in self._rows:
             self.statements.append(shown)
-            rows = self.beside.read(self, request, shown) if self.beside is not None else None
+            rows = self.helpers.read(self, request, shown) if self.helpers is not None else None
             self._rows[key] = rows if rows is not None else request.reader.copy_out(statement, request.schema)
         return self._rows[key]
 
