@@ -26,7 +26,7 @@ class Slice:
 
 
 @dataclass
-class Wide:
+class SharedScan:
     """A statement in the making, for fragments over the changes of one relation."""
 
     relation: Relation

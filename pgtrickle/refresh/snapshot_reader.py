@@ -43,7 +43,7 @@ from pgtrickle.refresh.fetch.fetcher import Fetcher
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.fetch.medium import HelperRead, InMemory
 from pgtrickle.refresh.fetch.reader import Reader
-from pgtrickle.refresh.fetch.shared_scan import read_together
+from pgtrickle.refresh.fetch.shared_scan import read_shared_scans
 from pgtrickle.refresh.planning.jobs import Job, change_job, check_job, full_job, rows_job, state_job
 from pgtrickle.refresh.planning.programs import Programs
 from pgtrickle.refresh.work import Work
@@ -185,7 +185,7 @@ class Reading:
         prepared = time.monotonic()
         self._take_offers(works, cut)
         self._let_helpers_read(works, cut, media)
-        self._read_together(works, media)
+        self._read_shared_scans(works, media)
         together = (time.monotonic() - prepared) / len(works)
         for work in works:
             started = time.monotonic()
@@ -320,7 +320,7 @@ class Reading:
             for medium in media.values():
                 medium.helpers = HelperRead(self.helpers, exported, many)
 
-    def _read_together(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
+    def _read_shared_scans(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
         """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
         for medium in media.values():
             busy = [work for work in works if work.fetcher is not None and work.fetcher.medium is medium]
@@ -329,7 +329,7 @@ class Reading:
             try:
                 with self._ended_after(busy), self.conn.transaction(force_rollback=True):
                     set_local(self.conn, busy[0].settings)
-                    read_together([work.fetcher for work in busy if work.fetcher is not None], medium)
+                    read_shared_scans([work.fetcher for work in busy if work.fetcher is not None], medium)
             except (psycopg.Error, ResultTooLargeError):
                 if self.conn.broken or self.conn.closed:
                     raise

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pyarrow as pa
 
 from pgtrickle.compile.postgres import form_type
-from pgtrickle.compile.shared_scan import Wide, change_scan
+from pgtrickle.compile.shared_scan import SharedScan, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Plan
 from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
@@ -38,16 +38,16 @@ def take_offered(
 
 def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Table | None:
     """A fragment's rows, where all that it needs is offered."""
-    wide, slice_ = _wide(plan, forms)
-    texts = {name: text for text, (name, _, _) in wide.columns.items()}
-    (condition,) = wide.flags or (None,)
+    shared, slice_ = _shared_scan(plan, forms)
+    texts = {name: text for text, (name, _, _) in shared.columns.items()}
+    (condition,) = shared.flags or (None,)
     if not set(texts.values()) | ({condition} if condition else set()) <= offered.columns.keys():
         return None
-    types = {text: arrow_type(type_, form) for text, (_, type_, form) in wide.columns.items()}
+    types = {text: arrow_type(type_, form) for text, (_, type_, form) in shared.columns.items()}
     if any(offered.rows.schema.field(offered.columns[text]).type != type_ for text, type_ in types.items()):
         return None  # a column was retyped since
     flag = [offered.columns[condition]] if condition else []
-    columns = {mine: offered.columns[texts[wide_name]] for mine, wide_name in slice_.items()}
+    columns = {mine: offered.columns[texts[shared_name]] for mine, shared_name in slice_.items()}
     rows = offered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))
     if flag:
         rows = rows.filter(rows.column(flag[0]))
@@ -55,16 +55,16 @@ def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Ta
 
 
 def _add(interest: Interest, plan: Plan, forms: Forms) -> None:
-    wide, _ = _wide(plan, forms)
-    for text, (_, type_, form) in wide.columns.items():
+    shared, _ = _shared_scan(plan, forms)
+    for text, (_, type_, form) in shared.columns.items():
         arrow = arrow_type(type_, form)
         sizes = (arrow.precision, arrow.scale) if pa.types.is_decimal(arrow) else (0, 0)
         interest.expressions[text] = (form_type(type_, form), *sizes)
-    interest.conditions |= set(wide.flags)
+    interest.conditions |= set(shared.flags)
 
 
-def _wide(plan: Plan, forms: Forms) -> tuple[Wide, dict[str, str]]:
+def _shared_scan(plan: Plan, forms: Forms) -> tuple[SharedScan, dict[str, str]]:
     scan = change_scan(plan)
     assert scan is not None
-    wide = Wide(scan.relation)
-    return wide, wide.add(plan, forms).columns
+    shared = SharedScan(scan.relation)
+    return shared, shared.add(plan, forms).columns

@@ -8,7 +8,7 @@ import pyarrow as pa
 from psycopg import sql
 
 from pgtrickle.compile.postgres import form_type
-from pgtrickle.compile.shared_scan import Slice, Wide, change_scan
+from pgtrickle.compile.shared_scan import SharedScan, Slice, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Plan
@@ -19,7 +19,7 @@ from pgtrickle.refresh.fetch.medium import InMemory, Request
 _MOST = 100
 
 
-def read_together(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
+def read_shared_scans(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
     """Read, for fetchers of one medium, what several fragments want of the same changes."""
     groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, Forms]]] = {}
     for fetcher in fetchers:
@@ -39,22 +39,22 @@ def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium:
     scan = change_scan(plan)
     assert scan is not None
     reader = first.readers[scan.relation.database]
-    wide = Wide(scan.relation)
-    slices: list[Slice] = [wide.add(plan, forms) for _, plan, forms in wanted]
-    columns = [(name, type_, form) for name, type_, form in wide.columns.values()]
+    shared = SharedScan(scan.relation)
+    slices: list[Slice] = [shared.add(plan, forms) for _, plan, forms in wanted]
+    columns = [(name, type_, form) for name, type_, form in shared.columns.values()]
     window = since(first.windows[scan.relation.database], "__pgt_xid")
     names = [(name, form_type(type_, form)) for name, type_, form in columns]
-    names += [(flag, "boolean") for flag in wide.flags.values()] + [("w", "bigint")]
+    names += [(flag, "boolean") for flag in shared.flags.values()] + [("w", "bigint")]
     schema = pa.schema(
         [(name, arrow_type(type_, form)) for name, type_, form in columns]
-        + [(flag, pa.bool_()) for flag in wide.flags.values()]
+        + [(flag, pa.bool_()) for flag in shared.flags.values()]
         + [("w", pa.int64())]
     )
 
     def statement(part: sql.Composable | None, rows: sql.Composable | None) -> sql.Composable:
         assert part is None
         assert rows is None
-        return reader.as_reader(plan, wide.statement(), {}, window, names)
+        return reader.as_reader(plan, shared.statement(), {}, window, names)
 
     whole = medium.read(Request(plan, schema, statement, reader))
     for (fetcher, fragment, _), slice_ in zip(wanted, slices, strict=True):
