@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 BeforeCommit = Callable[[Work], None]
 
 
-class NotTogetherError(Exception):
+class NotAtomicError(Exception):
     """A group of stream tables cannot be refreshed in one transaction this time."""
 
 
-def refresh_together(
+def refresh_atomically(
     engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str, before_commit: BeforeCommit | None = None
 ) -> Outcome | None:
     """Refresh all levels in one transaction, at the same snapshot; one fails, all do.
@@ -45,14 +45,14 @@ def refresh_together(
     outcome: Outcome | None = None
     try:
         if any(work.row.st_placement != "local" or work.row.on_nodes for work in works):
-            raise NotTogetherError("what is written on other nodes is not seen before it is committed")
+            raise NotAtomicError("what is written on other nodes is not seen before it is committed")
         engine.check_parts(works)
         if all(work.error is None for work in works):
             outcome = Outcome(_apply_levels(engine, levels, works, initiated_by, before_commit))
             engine.on_step("committed")
             engine.settle(works)
             return outcome
-    except NotTogetherError:
+    except NotAtomicError:
         return None
     except Diverged as error:
         engine.mark_reinit(next(work.row.pgt_id for work in works if work.error is error), str(error))
@@ -118,7 +118,7 @@ def _apply_level(
         outdated = engine.reading.read_at(cut, works, begin)
         _raise_first(works)
         if outdated or any(work.large is not None or (work.decision and work.decision.retrack) for work in works):
-            raise NotTogetherError(works[0].row.label)
+            raise NotAtomicError(works[0].row.label)
         engine.compute(works)
         _raise_first(works)
     except (psycopg.Error, PgtrickleError) as error:
@@ -152,12 +152,12 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
         ([source.stable_name for work in works for source in work.sources if not source.database], list(ids)),
     ).fetchone()
     if row != (0,):
-        raise NotTogetherError("a trigger of the group writes into one of its sources")
+        raise NotAtomicError("a trigger of the group writes into one of its sources")
     with another(engine.conn) as fresh:
         if not all(work.row.own for work in works):  # triggers too that came after this transaction's snapshot
             fresh.execute("SELECT pgtrickle._check_commit(%s)", (engine.conn.info.backend_pid,))
         if engine.altered(fresh, works) or engine.remote.altered(works):
-            raise NotTogetherError("partitions came or went")
+            raise NotAtomicError("partitions came or went")
 
 
 def _blame(works: Sequence[Work], error: Exception) -> None:

@@ -31,7 +31,7 @@ from pgtrickle.postgres.connection import be_pooled, idle, pooled_for_now, trust
 from pgtrickle.postgres.fence import leave, write_as_owner
 from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.apply.transaction import Diverged, apply_delta, record_failure, record_no_data, run_as_owner
-from pgtrickle.refresh.atomic_group import refresh_together
+from pgtrickle.refresh.atomic_group import refresh_atomically
 from pgtrickle.refresh.claim.claims import Claims
 from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
 from pgtrickle.refresh.compute.shared_text import Input
@@ -119,10 +119,10 @@ class Engine:
         with self.claims.lease.kept(), trusting_only_catalog(self.conn), pooled_for_now(self.conn):
             levels = self._levels(ids)
             if atomic and (len(ids) > 1 or before_commit is not None):
-                together = refresh_together(self, levels, initiated_by, before_commit)
-                if together is not None:
-                    self._name_failures(together)
-                    return together
+                result = refresh_atomically(self, levels, initiated_by, before_commit)
+                if result is not None:
+                    self._name_failures(result)
+                    return result
             outcome = Outcome()
             for level in levels:
                 try:
