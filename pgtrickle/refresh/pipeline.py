@@ -40,7 +40,7 @@ from pgtrickle.refresh.failures import Policy
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.planning.programs import Plans, Programs
 from pgtrickle.refresh.results import Outcome, RefreshResult
-from pgtrickle.refresh.snapshot_reader import Reading
+from pgtrickle.refresh.snapshot_reader import SnapshotReader
 from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import OnStep, Work
 from pgtrickle.sites.citus.cluster import Cluster
@@ -77,7 +77,7 @@ class Engine:
         self.remote = RemoteDatabases(self.conn, self.connections)
         self.sets = Sets(self.remote)
         self.cluster = Cluster(self.remote)
-        self.reading = Reading(
+        self.reading = SnapshotReader(
             self.conn,
             self.programs,
             self.remote,

@@ -69,7 +69,7 @@ PASSES = 4
 
 
 @dataclass
-class Reading:
+class SnapshotReader:
     """Reads for the stream tables of one database."""
 
     conn: psycopg.Connection[Any]

@@ -40,7 +40,7 @@ _BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadSpec:
     """What the workers read: the statements of each task, all in one snapshot that the cut exported."""
 
     conninfo: str
@@ -53,7 +53,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Writing:
+class WriteSpec:
     """Where the workers write: a table of text columns, `attempt` first and the weight `w` second."""
 
     conninfo: str
@@ -68,13 +68,13 @@ class PostgresSource(DataSource):
         return FORMAT
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        return _Reader(Reading(**json.loads(self.options["task"])))
+        return _Reader(ReadSpec(**json.loads(self.options["task"])))
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        return _Writer(Writing(**json.loads(self.options["task"])))
+        return _Writer(WriteSpec(**json.loads(self.options["task"])))
 
 
-def as_option(task: Reading | Writing) -> str:
+def as_option(task: ReadSpec | WriteSpec) -> str:
     return json.dumps(asdict(task))
 
 
@@ -84,11 +84,11 @@ class _Task(InputPartition):
 
 
 class _Reader(DataSourceReader):
-    def __init__(self, reading: Reading) -> None:
-        self.reading = reading
+    def __init__(self, spec: ReadSpec) -> None:
+        self.spec = spec
 
     def partitions(self) -> Sequence[InputPartition]:
-        return [_Task(statements) for statements in self.reading.tasks]
+        return [_Task(statements) for statements in self.spec.tasks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Task)
@@ -96,13 +96,13 @@ class _Reader(DataSourceReader):
             yield from self._read(statement)
 
     def _read(self, statement: str) -> Iterator[pa.RecordBatch]:
-        schema = pa.schema([(name, arrow_type(type_)) for name, type_ in self.reading.columns])
-        seconds = self.reading.cancelled_after
-        with psycopg.connect(self.reading.conninfo) as conn, self._ended_in_time(conn):
+        schema = pa.schema([(name, arrow_type(type_)) for name, type_ in self.spec.columns])
+        seconds = self.spec.cancelled_after
+        with psycopg.connect(self.spec.conninfo) as conn, self._ended_in_time(conn):
             conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-            conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(self.reading.snapshot))
+            conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(self.spec.snapshot))
             conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
-            for name, value in self.reading.settings.items():
+            for name, value in self.spec.settings.items():
                 conn.execute("SELECT set_config(%s, %s, true)", (name, value))
             conn.execute(sql.SQL("SET LOCAL statement_timeout TO {}").format(sql.Literal(f"{seconds:.0f}s")))
             command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(statement))
@@ -116,10 +116,10 @@ class _Reader(DataSourceReader):
 
         def end() -> None:
             ended.set()
-            with psycopg.connect(self.reading.conninfo) as other:
+            with psycopg.connect(self.spec.conninfo) as other:
                 other.execute("SELECT pg_catalog.pg_terminate_backend(%s)", (conn.info.backend_pid,))
 
-        timer = threading.Timer(self.reading.ended_after, end)
+        timer = threading.Timer(self.spec.ended_after, end)
         timer.daemon = True
         timer.start()
         try:
@@ -151,8 +151,8 @@ class _Written(WriterCommitMessage):
 class _Writer(DataSourceArrowWriter):
     """Each task copies its rows under a name of its own. A task that Spark runs twice leaves rows that do not count."""
 
-    def __init__(self, writing: Writing) -> None:
-        self.writing = writing
+    def __init__(self, spec: WriteSpec) -> None:
+        self.spec = spec
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         attempt = uuid.uuid4().hex
@@ -172,7 +172,7 @@ class _Writer(DataSourceArrowWriter):
 
     @contextmanager
     def _copy(self, columns: sql.SQL) -> Iterator[psycopg.Copy]:
-        table = sql.Identifier(*self.writing.table)
+        table = sql.Identifier(*self.spec.table)
         command = sql.SQL("COPY {} {} FROM STDIN (FORMAT csv)").format(table, columns)
-        with psycopg.connect(self.writing.conninfo) as conn, conn.cursor() as cursor, cursor.copy(command) as copy:
+        with psycopg.connect(self.spec.conninfo) as conn, conn.cursor() as cursor, cursor.copy(command) as copy:
             yield copy

@@ -37,7 +37,7 @@ from pgtrickle.refresh.fetch.medium import Request
 from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.refresh.planning.jobs import ZERO, Job
 from pgtrickle.sites.citus.shards import Shards
-from pgtrickle.spark.executors import FORMAT, Reading, Writing, as_option
+from pgtrickle.spark.executors import FORMAT, ReadSpec, WriteSpec, as_option
 from pgtrickle.spark.private_files import private_directory
 from pgtrickle.spark.session import is_embedded, large_settings, large_tasks, spark_session
 
@@ -100,7 +100,7 @@ class LargeWork:
     def _stage(self, delta: DataFrame, stage: str) -> Staged:
         staged = Staged(stage)
         staged.create(self.conn, delta.columns)
-        writing = Writing(_worker_conninfo(self.conn), staged.path)
+        writing = WriteSpec(_worker_conninfo(self.conn), staged.path)
         strings = delta.selectExpr(*(f"CAST({name} AS STRING) AS {name}" for name in delta.columns))
         try:
             strings.write.format(FORMAT).mode("append").option("task", as_option(writing)).save()
@@ -128,7 +128,7 @@ class OnExecutors:
         self.statements += shown
         types = spark_types(request.schema)
         schema = ", ".join(f"{name} {type_}" for name, type_ in types)
-        reading = Reading(
+        reading = ReadSpec(
             _worker_conninfo(conn),
             self._snapshot(request.reader),
             dict(self.settings),
