@@ -36,17 +36,17 @@ from pgtrickle.query.plan import (
 )
 from pgtrickle.query.types import BOOL, Form, PgType
 
-Forms = frozenset[tuple[Column, Form]]
+FormSet = frozenset[tuple[Column, Form]]
 Tables = Callable[[Fragment], str | None]
 
 
-def forms_of(columns: Iterable[Column], form: Form = "text") -> Forms:
+def forms_of(columns: Iterable[Column], form: Form = "text") -> FormSet:
     return frozenset((column, form) for column in columns)
 
 
-def fragment_forms(plan: Plan, wanted: Forms) -> dict[Fragment, Forms]:
+def fragment_forms(plan: Plan, wanted: FormSet) -> dict[Fragment, FormSet]:
     """For each fragment of a placed plan, the forms that must be fetched when `wanted` is asked of the whole."""
-    found: dict[Fragment, Forms] = {}
+    found: dict[Fragment, FormSet] = {}
     _SparkCompiler(None, found).rows(plan, wanted)
     return found
 
@@ -58,7 +58,7 @@ class NotShareableError(Exception):
     """A plan whose result for no rows is a row."""
 
 
-def compile_spark(plan: Plan, wanted: Forms, tables: Tables, shared: tuple[str, ...] = ()) -> str | None:
+def compile_spark(plan: Plan, wanted: FormSet, tables: Tables, shared: tuple[str, ...] = ()) -> str | None:
     """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
 
     `tables` gives a query for a fragment's rows, or None where the fragment is empty.
@@ -66,7 +66,7 @@ def compile_spark(plan: Plan, wanted: Forms, tables: Tables, shared: tuple[str, 
     return _SparkCompiler(tables, {}, shared).rows(plan, wanted)
 
 
-def _consolidated(rows: str, forms: Forms, shared: tuple[str, ...]) -> str:
+def _consolidated(rows: str, forms: FormSet, shared: tuple[str, ...]) -> str:
     """Equal rows become one with the sum of their weights; zeros go."""
     names = [*shared, *_names(forms)]
     group = f" GROUP BY {', '.join(names)}" if names else ""
@@ -80,7 +80,7 @@ def _names(forms: Iterable[tuple[Column, Form]]) -> list[str]:
 @dataclass
 class _SparkCompiler:
     tables: Tables | None
-    found: dict[Fragment, Forms]
+    found: dict[Fragment, FormSet]
     shared: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -88,11 +88,11 @@ class _SparkCompiler:
         self._left_group = [f"l.{name}" for name in self.shared]
         self._same = "".join(f" AND l.{name} = r.{name}" for name in self.shared)
 
-    def rows(self, plan: Plan, wanted: Forms) -> str | None:
+    def rows(self, plan: Plan, wanted: FormSet) -> str | None:
         rows = self._rows(plan, wanted)
         return None if rows is None else check_text(rows)
 
-    def _rows(self, plan: Plan, wanted: Forms) -> str | None:
+    def _rows(self, plan: Plan, wanted: FormSet) -> str | None:
         match plan:
             case Fragment():
                 self.found[plan] = self.found.get(plan, frozenset()) | wanted
@@ -126,7 +126,7 @@ class _SparkCompiler:
             case _:
                 raise AssertionError(f"{type(plan).__name__} on Spark")
 
-    def _project(self, plan: Project, wanted: Forms) -> str | None:
+    def _project(self, plan: Project, wanted: FormSet) -> str | None:
         items: dict[str, str] = {}
         below: set[tuple[Column, Form]] = set()
         by_id = {column.id: column for column in plan.input.columns}
@@ -149,7 +149,7 @@ class _SparkCompiler:
         parts = [f"{value} AS {name}" for name, value in sorted(items.items())]
         return f"SELECT {', '.join([*self.shared, *parts, 'w'])} FROM ({rows})"
 
-    def _union(self, terms: Sequence[tuple[Plan, int]], columns: tuple[Column, ...], wanted: Forms) -> str | None:
+    def _union(self, terms: Sequence[tuple[Plan, int]], columns: tuple[Column, ...], wanted: FormSet) -> str | None:
         position = {column.id: i for i, column in enumerate(columns)}
         selects = []
         for child, sign in terms:
@@ -165,7 +165,7 @@ class _SparkCompiler:
             selects.append(f"SELECT {', '.join([*self.shared, *items, weight])} FROM ({rows})")
         return " UNION ALL ".join(selects) if selects else None
 
-    def _exists(self, plan: Exists, wanted: Forms) -> str | None:
+    def _exists(self, plan: Exists, wanted: FormSet) -> str | None:
         text, needed = _condition((*plan.left.columns, *plan.right.columns), plan.condition)
         mine = _of(plan.left, wanted | needed)
         rows = self.rows(plan.left, mine)
@@ -184,7 +184,7 @@ class _SparkCompiler:
             f" GROUP BY {', '.join(grouped)}"
         )
 
-    def _flip(self, plan: Flip, wanted: Forms) -> str | None:
+    def _flip(self, plan: Flip, wanted: FormSet) -> str | None:
         text, needed = _condition((*plan.left.columns, *plan.right.columns), plan.condition)
         mine, theirs = _of(plan.left, wanted | needed), _of(plan.right, needed)
         old = self._union([(plan.left, 1), (plan.left_delta, -1)], plan.left.columns, mine)
@@ -209,7 +209,7 @@ class _SparkCompiler:
             f" CROSS JOIN (VALUES (1), (-1)) AS s(pgt_sign) WHERE (pgt_now > 0) <> (pgt_now - pgt_moved > 0)"
         )
 
-    def _aggregate(self, plan: Aggregate, wanted: Forms) -> str | None:
+    def _aggregate(self, plan: Aggregate, wanted: FormSet) -> str | None:
         keys = {key.id for key in plan.keys}
         needed = frozenset(forms_needed(plan)) | {pair for pair in wanted if pair[0].id in keys}
         rows = self.rows(plan.input, needed)
@@ -240,11 +240,11 @@ class _SparkCompiler:
         items = ", ".join([*self.shared, *parts, f"{weight} AS w"])
         return f"SELECT {items} FROM ({_consolidated(rows, needed, self.shared)}){group}"
 
-    def _select(self, wanted: Forms) -> str:
+    def _select(self, wanted: FormSet) -> str:
         return f"SELECT {', '.join([*self.shared, *_names(wanted), 'w'])}"
 
 
-def _marks(value: str, mark: Column, wanted: Forms) -> list[str]:
+def _marks(value: str, mark: Column, wanted: FormSet) -> list[str]:
     """The boolean in every form that is asked for."""
     items = []
     for column, form in wanted:
@@ -264,12 +264,12 @@ def spark_type(type_: PgType, form: Form) -> str:
     return "BIGINT"
 
 
-def _condition(columns: Sequence[Column], condition: exp.Expression) -> tuple[str, Forms]:
+def _condition(columns: Sequence[Column], condition: exp.Expression) -> tuple[str, FormSet]:
     translator = SparkExpressions({column.id: column for column in columns})
     text = translator.condition(condition)
     return text, frozenset(translator.needed)
 
 
-def _of(plan: Plan, forms: Forms) -> Forms:
+def _of(plan: Plan, forms: FormSet) -> FormSet:
     own = {column.id for column in plan.columns}
     return frozenset(pair for pair in forms if pair[0].id in own)

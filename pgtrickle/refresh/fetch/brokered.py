@@ -10,7 +10,7 @@ from pgtrickle.compile.postgres import form_type
 from pgtrickle.compile.shared_scan import SharedScan, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Plan
-from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
+from pgtrickle.refresh.fetch.fetcher import Fetcher, FormList, arrow_type
 from pgtrickle.sites.broker import WEIGHT, Interest, Offer, Offered
 
 
@@ -36,7 +36,7 @@ def take_offered(
     return lacking
 
 
-def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Table | None:
+def _rows(plan: Plan, forms: FormList, offered: Offered, window: Snapshot) -> pa.Table | None:
     """A fragment's rows, where all that it needs is offered."""
     shared, slice_ = _shared_scan(plan, forms)
     texts = {name: text for text, (name, _, _) in shared.columns.items()}
@@ -54,7 +54,7 @@ def _rows(plan: Plan, forms: Forms, offered: Offered, window: Snapshot) -> pa.Ta
     return pa.table([rows.column(name) for name in [*columns.values(), WEIGHT]], names=[*columns, WEIGHT])
 
 
-def _add(interest: Interest, plan: Plan, forms: Forms) -> None:
+def _add(interest: Interest, plan: Plan, forms: FormList) -> None:
     shared, _ = _shared_scan(plan, forms)
     for text, (_, type_, form) in shared.columns.items():
         arrow = arrow_type(type_, form)
@@ -63,7 +63,7 @@ def _add(interest: Interest, plan: Plan, forms: Forms) -> None:
     interest.conditions |= set(shared.flags)
 
 
-def _shared_scan(plan: Plan, forms: Forms) -> tuple[SharedScan, dict[str, str]]:
+def _shared_scan(plan: Plan, forms: FormList) -> tuple[SharedScan, dict[str, str]]:
     scan = change_scan(plan)
     assert scan is not None
     shared = SharedScan(scan.relation)

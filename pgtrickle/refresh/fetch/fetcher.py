@@ -26,7 +26,7 @@ from pgtrickle.refresh.fetch.medium import Medium, Request, T
 from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.sites.remote.connections import errors_naming
 
-Forms = tuple[tuple[Column, Form], ...]
+FormList = tuple[tuple[Column, Form], ...]
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Fetcher(Generic[T]):
         return frozenset(database_of(plan) for plan in self._wanted)
 
     @property
-    def missing(self) -> dict[Plan, Forms]:
+    def missing(self) -> dict[Plan, FormList]:
         """What is wanted and not yet read."""
         return {plan: _unique(forms) for plan, forms in self._wanted.items() if plan not in self._rows}
 
@@ -81,7 +81,7 @@ class Fetcher(Generic[T]):
             self._rows[plan] = self._read(plan, _unique(self._wanted[plan]))
         return self._rows[plan]
 
-    def _read(self, plan: Plan, forms: Forms) -> T:
+    def _read(self, plan: Plan, forms: FormList) -> T:
         schema = schema_of(forms)
         database = database_of(plan)
         reader = self.readers[database]
@@ -188,13 +188,13 @@ def database_of(plan: Plan) -> str:
     return next(iter(names), "")
 
 
-def _unique(forms: Iterable[tuple[Column, Form]]) -> Forms:
+def _unique(forms: Iterable[tuple[Column, Form]]) -> FormList:
     """Each form once, in an order of their own."""
     ordered = sorted(forms, key=lambda pair: form_name(*pair))
     return tuple({form_name(column, form): (column, form) for column, form in ordered}.values())
 
 
-def schema_of(forms: Forms) -> pa.Schema:
+def schema_of(forms: FormList) -> pa.Schema:
     fields = [pa.field(form_name(column, form), arrow_type(column.type, form)) for column, form in forms]
     return pa.schema([*fields, pa.field("w", pa.int64())])
 

@@ -12,7 +12,7 @@ from pgtrickle.compile.shared_scan import SharedScan, Slice, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.query.plan import Plan
-from pgtrickle.refresh.fetch.fetcher import Fetcher, Forms, arrow_type
+from pgtrickle.refresh.fetch.fetcher import Fetcher, FormList, arrow_type
 from pgtrickle.refresh.fetch.medium import InMemory, Request
 
 # PostgreSQL gives at most 1,664 columns.
@@ -21,7 +21,7 @@ _MOST = 100
 
 def read_shared_scans(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
     """Read, for fetchers of one medium, what several fragments want of the same changes."""
-    groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, Forms]]] = {}
+    groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, FormList]]] = {}
     for fetcher in fetchers:
         for plan, forms in fetcher.missing.items():
             scan = change_scan(plan)
@@ -34,7 +34,7 @@ def read_shared_scans(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -
                 _read_group(wanted[i : i + _MOST], medium)
 
 
-def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, Forms]], medium: InMemory) -> None:
+def _read_group(wanted: Sequence[tuple[Fetcher[pa.Table], Plan, FormList]], medium: InMemory) -> None:
     first, plan, _ = wanted[0]
     scan = change_scan(plan)
     assert scan is not None

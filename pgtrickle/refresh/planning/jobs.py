@@ -12,7 +12,7 @@ from sqlglot import exp
 
 from pgtrickle.compile.placement import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
-from pgtrickle.compile.spark.compiler import Forms, Tables, compile_spark, forms_of, fragment_forms
+from pgtrickle.compile.spark.compiler import FormSet, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.compile.spark.expressions import NotOnSpark
 from pgtrickle.ivm.additive import Linear
 from pgtrickle.ivm.key_bounds import is_chain
@@ -72,7 +72,7 @@ class Job:
     """A placed plan and how its rows become the columns of the delta."""
 
     plan: Plan
-    forms: Forms
+    forms: FormSet
     columns: tuple[str, ...]  # of the delta behind the weight, in order
     shape: Callable[[str], Output]  # of the plan's rows
     stored: Fragment | None = None  # what the rows are compared with: where it is empty, there is nothing to compare
@@ -82,7 +82,7 @@ class Job:
     texts: dict[frozenset[Fragment], SharedText] = field(default_factory=dict, compare=False)  # by what is not empty
 
     @cached_property
-    def fragments(self) -> dict[Fragment, Forms]:
+    def fragments(self) -> dict[Fragment, FormSet]:
         return fragment_forms(self.plan, self.forms)
 
     def announce(self, fetcher: Fetcher[T]) -> None:
