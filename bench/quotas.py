@@ -53,7 +53,7 @@ def run(bench: Bench, seconds: float, say: Callable[[str], None]) -> Waiting:
                 for stream_table in db.stream_tables():
                     db.wait_until_fresh(stream_table.name, 300)
         for flood in (False, True):
-            say(f"{seconds:.0f} s {'helpers the flood' if flood else 'alone'}")
+            say(f"{seconds:.0f} s {'beside the flood' if flood else 'alone'}")
             _measure(dsns, seconds, flood, measured)
     finally:
         service.stop()

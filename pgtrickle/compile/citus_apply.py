@@ -11,7 +11,7 @@ from pgtrickle.compile.sql_text import ident
 from pgtrickle.query.plan import Column
 
 
-def placed_key(
+def citus_key(
     columns: tuple[Column, ...], key: tuple[str, ...] | None, distribution_column: str | None
 ) -> tuple[str, ...] | None:
     """The key by which rows are told apart, where equal keys have equal hashes, and a row never changes its place."""
@@ -27,7 +27,7 @@ def stage_ddl(stage: str, target: Target) -> str:
     return f"CREATE TEMP TABLE IF NOT EXISTS {stage} (w bigint, row_id uuid, {columns}) ON COMMIT DELETE ROWS"
 
 
-def placed_statements(target: Target, distribution_column: str | None) -> list[str]:
+def citus_statements(target: Target, distribution_column: str | None) -> list[str]:
     """In this order. Each gives back an array of counts: rows inserted, deleted, and deletions that found no row."""
     assert target.stage is not None
     names = ", ".join([*(ident(column.name) for column in target.columns), ROW_ID])

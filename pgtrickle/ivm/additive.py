@@ -28,7 +28,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Linear:
+class AdditiveForm:
     """How a top-level aggregation is kept: rows to add up, and how groups become values."""
 
     input: Plan  # keys and arguments
@@ -50,7 +50,7 @@ class Linear:
         return columns
 
 
-def linear_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> Linear | None:
+def additive_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> AdditiveForm | None:
     """The aggregation in additive form, or None where an aggregate does not add up."""
     if not plan.calls:
         return None
@@ -78,7 +78,7 @@ def linear_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> Li
             counted = (argument, type_) if adds_up else (one_each, BIGINT)
             found.append(_argument(*counted, new_column, items))
         values.append((column, _finish(value, arguments[argument], column.type)))
-    return Linear(Project(plan.input, tuple(items)), plan.keys, tuple(found), tuple(values))
+    return AdditiveForm(Project(plan.input, tuple(items)), plan.keys, tuple(found), tuple(values))
 
 
 def _take_apart(call: exp.Expression) -> tuple[exp.Expression | None, exp.Expression | None]:

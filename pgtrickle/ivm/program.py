@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pgtrickle.ivm.additive import Linear, linear_form
+from pgtrickle.ivm.additive import AdditiveForm, additive_form
 from pgtrickle.ivm.differentiate import differentiate
 from pgtrickle.ivm.fingerprint import check_prints
 from pgtrickle.ivm.key_bounds import is_chain
@@ -27,7 +27,7 @@ class Program:
     core: Plan  # what is maintained; `finish` makes the output of it
     finish: tuple[Step, ...]
     key: tuple[str, ...] | None
-    linear: Linear | None
+    additive: AdditiveForm | None
     change: Plan | None  # of the linear input, or of the core
 
     @property
@@ -46,16 +46,16 @@ def build_program(text: str, binder: Binder) -> Program:
     output = plan.columns
     key = key_columns(plan, output)
     core, finish = _peel(plan)
-    linear = linear_form(core, binder.column, types_of) if isinstance(core, Aggregate) else None
-    if linear is not None:
-        narrowed = normalise(linear.input, binder.column, types_of)
-        linear = Linear(narrowed, linear.keys, linear.arguments, linear.values)
-    change = differentiate(linear.input if linear is not None else core)
+    additive = additive_form(core, binder.column, types_of) if isinstance(core, Aggregate) else None
+    if additive is not None:
+        narrowed = normalise(additive.input, binder.column, types_of)
+        additive = AdditiveForm(narrowed, additive.keys, additive.arguments, additive.values)
+    change = differentiate(additive.input if additive is not None else core)
     if change is None:
         raise Unsupported("the query reads no table")
     if key is None:
         check_prints(plan)
-    return Program(output, plan, core, finish, key, linear, change)
+    return Program(output, plan, core, finish, key, additive, change)
 
 
 def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:

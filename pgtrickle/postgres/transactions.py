@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-LOCK_TIMEOUT = "5s"
+CUT_LOCK_TIMEOUT = "5s"
 # Where many wait for the locks of all, nobody waits long for one.
 SHARED_LOCK_TIMEOUT = "250ms"
 HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole cluster wait

@@ -32,7 +32,7 @@ from pgtrickle.ivm.simplify import simplify
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.copying import ResultTooLargeError
-from pgtrickle.postgres.transactions import LOCK_TIMEOUT, export, set_local
+from pgtrickle.postgres.transactions import CUT_LOCK_TIMEOUT, export, set_local
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 from pgtrickle.refresh.cut.cut import Cut, take_cut
 from pgtrickle.refresh.cut.sources import Source, changed_sources
@@ -63,7 +63,7 @@ TRANSPORT = {
 }
 
 # Bytes of tables' files from which rows pass by the driver: executors read and write them.
-LARGE = 64 << 20
+LARGE_BYTES = 64 << 20
 
 PASSES = 4
 
@@ -77,7 +77,7 @@ class SnapshotReader:
     remote: RemoteDatabases
     on_step: Callable[[str], None]
     statements: list[str]  # what was sent to the sources
-    large: int = LARGE
+    large: int = LARGE_BYTES
     helpers: HelperProcesses | None = None  # a service has one
     _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
 
@@ -148,7 +148,7 @@ class SnapshotReader:
             if work.error is None and f"q_{work.row.pgt_id}" in cut.locked:
                 work.error = cut.locked[f"q_{work.row.pgt_id}"] or SourceLockedError(
                     f"a table that {work.row.label} reads is locked by another session",
-                    f"`pgtrickle refresh {work.row.label}` waits {LOCK_TIMEOUT} for it; a service tries again by itself.",
+                    f"`pgtrickle refresh {work.row.label}` waits {CUT_LOCK_TIMEOUT} for it; a service tries again by itself.",
                 )
         self._check_rights(works)
         works = [work for work in works if work.error is None]
@@ -430,8 +430,8 @@ class SnapshotReader:
             assert program.change is not None
             change = simplify(program.change, changed)
             return None if change is None else change_job(program, change, placement)
-        if program is not None and program.linear is not None:
-            return state_job(program.linear, placement)
+        if program is not None and program.additive is not None:
+            return state_job(program.additive, placement)
         if program is not None and program.finish and placement == "spark":
             return rows_job(program.core, program.core.columns, placement)
         with self.conn.transaction():

@@ -57,7 +57,7 @@ def _prepare_member(database: TestDatabase, owner: str) -> None:
 def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
     roles: Roles, member: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "LOCK_TIMEOUT", "200ms")
+    monkeypatch.setattr(connections, "REMOTE_LOCK_TIMEOUT", "200ms")
     with (
         roles.service() as db,
         psycopg.connect(member.direct_dsn_as(roles.mallory)) as lock,
@@ -71,7 +71,7 @@ def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
 def test_a_locked_member_does_not_keep_others_from_joining(
     roles: Roles, member: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "LOCK_TIMEOUT", "200ms")
+    monkeypatch.setattr(connections, "REMOTE_LOCK_TIMEOUT", "200ms")
     with (
         fresh_database(member.server, "first") as first,
         fresh_database(member.server, "last") as last,

@@ -17,14 +17,14 @@ from psycopg.types.json import Jsonb
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.compile.apply import (
     Target,
+    additive_statement,
     incoming,
-    linear_statement,
     new_row_ids_statement,
     replace_statement,
     resync_statement,
     rows_statement,
 )
-from pgtrickle.compile.citus_apply import placed_key, placed_statements, stage_ddl
+from pgtrickle.compile.citus_apply import citus_key, citus_statements, stage_ddl
 from pgtrickle.compile.sql_text import ident
 from pgtrickle.errors import (
     DatabaseFailedError,
@@ -34,7 +34,7 @@ from pgtrickle.errors import (
     RefreshConflictError,
     SourceLockedError,
 )
-from pgtrickle.ivm.additive import Linear
+from pgtrickle.ivm.additive import AdditiveForm
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.transactions import set_local
@@ -76,20 +76,20 @@ def apply_delta(
     # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
     # brings them back. What is purged afterwards is later in the same log.
     # Not so where other nodes commit too: what they have must not be lost here.
-    settings |= {"synchronous_commit": "on" if _is_placed(row) else "off", "work_mem": f"{work.merge_mb}MB"}
+    settings |= {"synchronous_commit": "on" if _is_citus_table(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
     if row.st_placement != "local" and not row.on_nodes:
         require_recovered(conn, row)  # else the cut has seen to it
     work.apply_settings = settings
     outside = fence.limits(conn)  # of a group's transaction
-    with _nodes_told(conn, row), conn.transaction():
+    with _node_errors(conn, row), conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
         on_step("load")
         if row.st_placement == "auto":
-            place(conn, work, delta)
+            place_on_nodes(conn, work, delta)
         inserted, deleted = _write(conn, work, delta)
-        if _is_placed(work.row):
+        if _is_citus_table(work.row):
             _commit_in_two_phases(conn, work)
         if isinstance(delta, Staged):
             delta.drop(conn)
@@ -133,18 +133,18 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
     program = compiled.program
     table = f"{ident(row.pgt_schema)}.{ident(row.pgt_name)}"
     key = tuple(row.key_columns) if row.key_columns is not None else None
-    stage = f"pg_temp.pgt_z_{row.pgt_id}" if _is_placed(row) else None
+    stage = f"pg_temp.pgt_z_{row.pgt_id}" if _is_citus_table(row) else None
     state = f"pgtrickle_views.{ident(f'state_{row.pgt_id}')}"
     loaded = load(conn, delta, None if row.own else row.owner)
-    if program is not None and program.linear is not None:
+    if program is not None and program.additive is not None:
         target = _target(conn, work, Target(table, program.output, key, _null_keys(program, key, delta), stage=stage))
         if decision.action == "DIFFERENTIAL":
             if not row.own:
                 conn.execute("SELECT pgtrickle._grant_state(%s)", (row.pgt_id,))
-            statement = linear_statement(target, program.linear, program.finish, state, loaded.relation)
+            statement = additive_statement(target, program.additive, program.finish, state, loaded.relation)
             counts = _run(conn, work, statement, loaded.arrays)
         else:
-            state_columns = [*program.linear.key_columns, *program.linear.state_columns]
+            state_columns = [*program.additive.key_columns, *program.additive.state_columns]
             conn.execute(
                 "SELECT pgtrickle._make_state(%s, %s, %s, %s, %s)",
                 (
@@ -152,15 +152,15 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
                     [name for name, _ in state_columns],
                     [type_.name for _, type_ in state_columns],
                     [type_.collation or None for _, type_ in state_columns],
-                    len(program.linear.keys),
+                    len(program.additive.keys),
                 ),
             )
-            if delta is not None or not program.linear.keys:  # without keys there is a group also of nothing
-                _run(conn, work, _load_state(program.linear, state, loaded.relation), loaded.arrays)
+            if delta is not None or not program.additive.keys:  # without keys there is a group also of nothing
+                _run(conn, work, _load_state(program.additive, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
-            counts = _run(conn, work, resync_statement(anything, program.linear, program.finish, state), [])
+            counts = _run(conn, work, resync_statement(anything, program.additive, program.finish, state), [])
             counts.append(0)
-        if program.linear.keys and counts[3]:
+        if program.additive.keys and counts[3]:
             _run(
                 conn, work, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
             )
@@ -192,13 +192,13 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
     return counts[0], counts[1]
 
 
-def _is_placed(row: StreamTableRow) -> bool:
+def _is_citus_table(row: StreamTableRow) -> bool:
     """Whether Citus has the stream table's rows on other nodes."""
     return row.st_placement in {"reference", "distributed"}
 
 
 @contextmanager
-def _nodes_told(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator[None]:
+def _node_errors(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator[None]:
     """What goes wrong on other nodes while a placed table is changed is their failure, and over when they are back."""
     try:
         yield
@@ -231,7 +231,7 @@ def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> Non
     )
 
 
-def place(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:
+def place_on_nodes(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:
     """Have Citus place a stream table that is filled for the first time: small ones are on all nodes."""
     rows = delta.num_rows if isinstance(delta, pa.Table) else LARGE_ROWS if delta is not None else 0
     placement = "reference" if rows < LARGE_ROWS else "distributed"
@@ -252,7 +252,7 @@ def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target
         return target
     placed = replace(
         target,
-        key=placed_key(target.columns, target.key, work.row.output_distribution_column),
+        key=citus_key(target.columns, target.key, work.row.output_distribution_column),
         former_row_ids=work.row.has_former_row_ids,
     )
     conn.execute(stage_ddl(target.stage, placed).encode())
@@ -264,7 +264,7 @@ def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target
 
 def _move_from_stage(conn: psycopg.Connection[Any], work: Work, target: Target) -> list[int]:
     counts = [0, 0, 0]
-    for statement in placed_statements(target, work.row.output_distribution_column):
+    for statement in citus_statements(target, work.row.output_distribution_column):
         counts = [sum(pair) for pair in zip(counts, _run(conn, work, statement, []), strict=True)]
     return counts
 
@@ -282,8 +282,8 @@ def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | Non
     """Whether a key of the delta is NULL somewhere. Keys pass the last steps as they are."""
     if not isinstance(delta, pa.Table):
         return delta is not None
-    if program.linear is not None:
-        return any(delta.column(f"k{i}").null_count > 0 for i in range(len(program.linear.keys)))
+    if program.additive is not None:
+        return any(delta.column(f"k{i}").null_count > 0 for i in range(len(program.additive.keys)))
     if key is None:
         return False
     ids = {column.id for column in program.output if column.name in key}
@@ -293,13 +293,13 @@ def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | Non
     return any(delta.column(name).null_count > 0 for name in ids)
 
 
-def _load_state(linear: Linear, state: str, relation: str | None) -> str:
-    columns = [*linear.key_columns, *linear.state_columns]
+def _load_state(additive: AdditiveForm, state: str, relation: str | None) -> str:
+    columns = [*additive.key_columns, *additive.state_columns]
     names = ", ".join(name for name, _ in columns)
-    keys = ", ".join(name for name, _ in columns[: len(linear.keys)])
+    keys = ", ".join(name for name, _ in columns[: len(additive.keys)])
     totals = ", ".join(
-        [name for name, _ in columns[: len(linear.keys)]]
-        + [f"coalesce(sum({name}), 0)::{type_.name}" for name, type_ in linear.state_columns]
+        [name for name, _ in columns[: len(additive.keys)]]
+        + [f"coalesce(sum({name}), 0)::{type_.name}" for name, type_ in additive.state_columns]
     )
     group = f" GROUP BY {keys}" if keys else ""
     return (

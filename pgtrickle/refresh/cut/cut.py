@@ -18,7 +18,12 @@ from psycopg.rows import dict_row
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.errors import RefreshError
 from pgtrickle.frontier.snapshot import Snapshot
-from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.postgres.transactions import (
+    CUT_LOCK_TIMEOUT,
+    HURRIED_LOCK_TIMEOUT,
+    SHARED_LOCK_TIMEOUT,
+    STATEMENT_TIMEOUT,
+)
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
 if TYPE_CHECKING:
@@ -61,14 +66,14 @@ def take_cut(
         # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
         mode = "READ WRITE" if writes else "READ ONLY"
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
-        timeout = HURRIED_LOCK_TIMEOUT if hurried else LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
+        timeout = HURRIED_LOCK_TIMEOUT if hurried else CUT_LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
         conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
         conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
         # While Spark computes for a group, or executors read, there is nothing to say to the server.
         conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
-            row = cursor.execute(load_query("cut"), {"lock_timeout": LOCK_TIMEOUT}).fetchone()
+            row = cursor.execute(load_query("cut"), {"lock_timeout": CUT_LOCK_TIMEOUT}).fetchone()
         assert row is not None
         if row["in_recovery"]:
             raise RefreshError("this server is a standby", "Connect to the primary: a refresh writes.")

@@ -79,7 +79,12 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             )
         )
         return Decision("REINITIALIZE", again, mode, reason, stale, polled=polled)
-    if mode == "DIFFERENTIAL" and row.effective_mode != "DIFFERENTIAL" and compiled.program and compiled.program.linear:
+    if (
+        mode == "DIFFERENTIAL"
+        and row.effective_mode != "DIFFERENTIAL"
+        and compiled.program
+        and compiled.program.additive
+    ):
         # Without a program nothing kept the state of its groups.
         return Decision("FULL", "the state of its groups was not kept while it was refreshed in full", mode, reason)
     moved = any(source.changed for source in sources)

@@ -39,7 +39,7 @@ def explain_program(row: StreamTableRow, compiled: Compiled) -> str:
     lines.append(f"runs as: {'FULL, because refresh_mode is FULL' if row.refresh_mode == 'FULL' else 'DIFFERENTIAL'}")
     key = ", ".join(row.key_columns) if row.key_columns else ("one row" if row.key_columns == [] else None)
     lines.append(f"rows are found by: {key or '__pgt_row_id, a hash of the row'}")
-    if program.linear is not None:
+    if program.additive is not None:
         lines.append("groups: added up from the changes and the stored state")
     if program.finish:
         lines.append(f"finished by PostgreSQL in the apply: {len(program.finish)} step(s)")

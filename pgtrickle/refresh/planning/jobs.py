@@ -14,7 +14,7 @@ from pgtrickle.compile.placement import AcrossDatabases, Placement, Placer
 from pgtrickle.compile.postgres import form_name
 from pgtrickle.compile.spark.compiler import FormSet, Tables, compile_spark, forms_of, fragment_forms
 from pgtrickle.compile.spark.expressions import NotOnSpark
-from pgtrickle.ivm.additive import Linear
+from pgtrickle.ivm.additive import AdditiveForm
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.program import Program
 from pgtrickle.query.budget import OverBudget
@@ -124,13 +124,13 @@ def _rows(placed: Plan, columns: Sequence[Column]) -> Job:
     return Job(placed, forms, names, net if passed_on else summed, adds_up=not passed_on)
 
 
-def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
+def additive_job(additive: AdditiveForm, change: Plan, placement: Placement) -> Job:
     """The change of groups: rows and sums to add."""
-    keys = forms_of(linear.keys)
+    keys = forms_of(additive.keys)
     values: set[tuple[Column, str]] = set()
-    group = tuple(form_name(key, "text") for key in linear.keys)
+    group = tuple(form_name(key, "text") for key in additive.keys)
     sums = ["sum(w)"]
-    for argument in linear.arguments:
+    for argument in additive.arguments:
         value, nan = form_name(argument.value, "native"), form_name(argument.nan, "native")
         values.add((argument.value, "native"))
         if argument.value.type.is_integer:  # never NaN
@@ -143,21 +143,21 @@ def linear_job(linear: Linear, change: Plan, placement: Placement) -> Job:
         if argument.value.type.is_integer and argument.value.type.oid != INT8:
             product = f"{value} * w"  # no sum of theirs leaves a bigint
         sums += [count, f"coalesce(sum({product}), 0)", count_nan]
-    columns = [*(f"k{i}" for i in range(len(linear.keys))), *(name for name, _ in linear.state_columns)]
-    strings = (*(form_name(key, "text") for key in linear.keys), *(f"CAST({item} AS STRING)" for item in sums))
+    columns = [*(f"k{i}" for i in range(len(additive.keys))), *(name for name, _ in additive.state_columns)]
+    strings = (*(form_name(key, "text") for key in additive.keys), *(f"CAST({item} AS STRING)" for item in sums))
 
     def shape(rows: str) -> Output:
         return Output("1", strings, rows, group)
 
     forms = frozenset({*keys, *((column, "native") for column, _ in values)})
-    counted = tuple(name for name, _ in linear.state_columns)
+    counted = tuple(name for name, _ in additive.state_columns)
     return Job(Placer(placement).place(change), forms, tuple(columns), shape, sums=counted)
 
 
 def change_job(program: Program, change: Plan, placement: Placement) -> Job:
     """What changes of a program's sources do to it."""
-    if program.linear is not None:
-        return linear_job(program.linear, change, placement)
+    if program.additive is not None:
+        return additive_job(program.additive, change, placement)
     return rows_job(change, program.core.columns, placement)
 
 
@@ -166,7 +166,7 @@ def _largest_jobs(program: Program, placement: Placement) -> Iterator[Job]:
     assert program.change is not None
     yield change_job(program, program.change, placement)
     if placement == "spark":
-        yield change_job(program, program.linear.input if program.linear is not None else program.core, placement)
+        yield change_job(program, program.additive.input if program.additive is not None else program.core, placement)
 
 
 def require_placeable(program: Program) -> None:
@@ -223,13 +223,13 @@ def _whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:
     return Scan(view, fields), tuple(column for column, _ in fields)
 
 
-def state_job(linear: Linear, placement: Placement) -> Job:
+def state_job(additive: AdditiveForm, placement: Placement) -> Job:
     """All groups' state, computed anew."""
     if placement == "spark":
-        return linear_job(linear, linear.input, placement)
+        return additive_job(additive, additive.input, placement)
     big = PgType(20, -1, "bigint")
     calls: list[tuple[Column, exp.Expression]] = [(Column("n", "n", big), exp.Count(this=exp.Star()))]
-    for i, argument in enumerate(linear.arguments):
+    for i, argument in enumerate(additive.arguments):
         value, nan = argument.value.ref(), argument.nan.ref()
         count = exp.Add(this=exp.Count(this=value.copy()), expression=exp.Count(this=nan.copy()))
         total = exp.Coalesce(this=exp.Sum(this=value.copy()), expressions=[exp.Literal.number(0)])
@@ -238,9 +238,9 @@ def state_job(linear: Linear, placement: Placement) -> Job:
             (Column(f"sum{i}", "sum", PgType(1700, -1, "numeric")), total),
             (Column(f"nan{i}", "nan", big), exp.Count(this=nan.copy())),
         ]
-    state = Aggregate(linear.input, linear.keys, tuple(calls))
+    state = Aggregate(additive.input, additive.keys, tuple(calls))
     fragment = Fragment(state, "the whole query runs where its tables are")
     columns = state.columns
-    names = [*(f"k{i}" for i in range(len(linear.keys))), *(column.id for column, _ in calls)]
+    names = [*(f"k{i}" for i in range(len(additive.keys))), *(column.id for column, _ in calls)]
     values = tuple(form_name(column, "text") for column in columns)
     return Job(fragment, forms_of(columns), tuple(names), lambda rows: Output("w", values, rows), adds_up=False)

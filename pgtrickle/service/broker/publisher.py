@@ -40,7 +40,7 @@ HELD = 2  # cuts, the last ones
 HELD_TICKS = 2.0  # after which a cut is given up although no other came
 LOOK_SECONDS = 0.5  # between looks at the lease, and at cuts that are to be given up
 FORGET_SECONDS = 60.0  # after which a database that nobody asks about is left
-LARGE = 8 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
+LARGE_BUFFER = 8 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
 MOST_COLUMNS = 1000
 _PLAIN = re.compile(r"\(+c\d+\)+(::text)?")  # a column as it is
 
@@ -306,7 +306,7 @@ def _windows(texts: Iterable[str]) -> list[Snapshot]:
 
 def _base(one: Wanted) -> Snapshot | None:
     """Behind which everything lies that somebody has not stored yet; None where nobody has stored anything."""
-    windows = _windows(one.recent if one.buffered > LARGE else one.snapshots)
+    windows = _windows(one.recent if one.buffered > LARGE_BUFFER else one.snapshots)
     if not windows:
         return None
     xmax = min(window.xmax for window in windows)

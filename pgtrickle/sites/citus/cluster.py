@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pgtrickle.sites.remote.databases import RemoteDatabases
 
 COORDINATOR = "@coordinator"
-LOCK_TIMEOUT = "300ms"
+BARRIER_LOCK_TIMEOUT = "300ms"
 ATTEMPTS = 10
 # What waits on a node to be committed, by somebody at work or because a crash left it.
 PREPARED = (
@@ -87,7 +87,7 @@ class Barrier:
             with errors_naming(name):
                 conn.execute("BEGIN")
                 self._held.append(conn)
-                conn.execute(f"SET LOCAL lock_timeout = '{LOCK_TIMEOUT}'")
+                conn.execute(f"SET LOCAL lock_timeout = '{BARRIER_LOCK_TIMEOUT}'")
                 try:
                     conn.execute("LOCK TABLE pg_catalog.pg_dist_transaction IN EXCLUSIVE MODE")
                 except psycopg.errors.InsufficientPrivilege as error:

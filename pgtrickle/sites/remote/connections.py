@@ -24,7 +24,7 @@ IDLE_SECONDS = 60.0
 RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one
 RETRY_SECONDS = 5.0  # after a database could not be reached
 # Of statements outside of cuts: whoever locks a table there shall not keep the service from other databases.
-LOCK_TIMEOUT, STATEMENT_TIMEOUT = "10s", "10min"
+REMOTE_LOCK_TIMEOUT, REMOTE_STATEMENT_TIMEOUT = "10s", "10min"
 _DISCOVERED = "pgtrickle set"
 _GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, cannot_connect_now
 
@@ -130,7 +130,7 @@ class Connections:
         policy = self.dsn_policy if not is_node(name) else None  # nodes have the home's own DSN
         try:
             conn = connect_with_rights(reachable(name, dsn, policy=policy), trust, application_name="pgtrickle reader")
-            limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
+            limit_waits(conn, REMOTE_LOCK_TIMEOUT, REMOTE_STATEMENT_TIMEOUT)
         except UntrustedCatalogError as error:
             raise DatabaseFailedError(f"database {name} is not read: {error.message}", error.hint) from None
         except (psycopg.OperationalError, PgtrickleError) as error:
