@@ -38,7 +38,7 @@ from pgtrickle.refresh.cut.cut import Cut, take_cut
 from pgtrickle.refresh.cut.sources import Source, changed_sources
 from pgtrickle.refresh.decide.cost import check_fuse, compare_costs, is_large
 from pgtrickle.refresh.decide.decision import decide
-from pgtrickle.refresh.fetch.brokered import take_offered
+from pgtrickle.refresh.fetch.brokered import take_brokered
 from pgtrickle.refresh.fetch.fetcher import Fetcher
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.fetch.medium import HelperRead, InMemory
@@ -183,7 +183,7 @@ class SnapshotReader:
             if work.reshaped or work.needs_all:
                 work.job = work.fetcher = work.large = None
         prepared = time.monotonic()
-        self._take_offers(works, cut)
+        self._take_brokered(works, cut)
         self._let_helpers_read(works, cut, media)
         self._read_shared_scans(works, media)
         together = (time.monotonic() - prepared) / len(works)
@@ -292,20 +292,20 @@ class SnapshotReader:
             for name in work.cut_databases
         }
 
-    def _take_offers(self, works: Sequence[Work], cut: Cut) -> None:
+    def _take_brokered(self, works: Sequence[Work], cut: Cut) -> None:
         """Changes that a broker has read are not read again."""
         for work in works if self.remote.brokers is not None else ():
             if work.fetcher is None or work.large is not None or (work.compiled is not None and work.compiled.own_code):
                 continue
             for database in [name for name in work.cut_databases if not is_node(name)]:
-                offer = cut.others[database].offer
+                shared_cut = cut.others[database].shared_cut
                 names = {
                     one.relid: one.stable_name
                     for one in work.sources
                     if one.database == database and one.stable_name is not None
                 }
-                usable = offer if offer is not None and dict(offer.settings) == work.settings else None
-                wanted = take_offered(work.fetcher, database, names, usable)
+                usable = shared_cut if shared_cut is not None and dict(shared_cut.settings) == work.settings else None
+                wanted = take_brokered(work.fetcher, database, names, usable)
                 if wanted:
                     work.lacking[database] = wanted
 

@@ -38,7 +38,7 @@ def schema_type(kind: str, precision: int, scale: int) -> pa.DataType:
 
 
 @dataclass(frozen=True)
-class Offered:
+class SharedChanges:
     """The changes of one source that came after `base`, as far as the offer's snapshot sees them."""
 
     base: Snapshot
@@ -65,7 +65,7 @@ class Offered:
 
 
 @dataclass(frozen=True)
-class Offer:
+class SharedCut:
     """A cut that a broker took and still holds."""
 
     number: int
@@ -73,18 +73,18 @@ class Offer:
     snapshot: str  # under which others can read, while the broker holds it
     locked: frozenset[int]  # tables that it keeps from being rewritten meanwhile
     settings: Mapping[str, str]
-    sources: Mapping[str, Offered]  # by stable name
+    sources: Mapping[str, SharedChanges]  # by stable name
 
-    def of(self, stable_name: str, window: Snapshot) -> Offered | None:
+    def of(self, stable_name: str, window: Snapshot) -> SharedChanges | None:
         """The changes of a source, if everything is among them that lies behind a window."""
-        offered = self.sources.get(stable_name)
-        return offered if offered is not None and offered.serves(window) else None
+        brokered = self.sources.get(stable_name)
+        return brokered if brokered is not None and brokered.serves(window) else None
 
 
 class Brokers(Protocol):
     """How an engine gets at the broker of a database."""
 
-    def offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+    def shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
         """A cut that none of these consumers has used yet; None where it must be taken here."""
         ...
 

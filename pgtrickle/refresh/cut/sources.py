@@ -16,7 +16,7 @@ from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
-from pgtrickle.sites.broker import Offer
+from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut
 
 
@@ -89,8 +89,8 @@ def changed_sources(
     for database in {source.database for _, source in found if not source.resting}:
         conn = others[database].conn if database else cut.conn
         here = [(one, window) for (_, one), window in zip(found, windows, strict=True) if one.database == database]
-        offer = others[database].offer if database else None
-        answers[database] = _probe(conn, [(one, window) for one, window in here if window is not None], offer)
+        shared_cut = others[database].shared_cut if database else None
+        answers[database] = _probe(conn, [(one, window) for one, window in here if window is not None], shared_cut)
     result: dict[int, list[Source]] = {pgt_id: [] for pgt_id in frontiers}
     for (pgt_id, source), window in zip(found, windows, strict=True):
         if window is not None and source.stable_name is not None:
@@ -163,7 +163,7 @@ def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:
 
 
 def _probe(
-    conn: psycopg.Connection[Any], wanted: Sequence[tuple[Source, Snapshot]], offer: Offer | None
+    conn: psycopg.Connection[Any], wanted: Sequence[tuple[Source, Snapshot]], shared_cut: SharedCut | None
 ) -> dict[Probe, tuple[bool, tuple[str, ...]]]:
     """For each source and frontier whether it changed since, and the markers that were left."""
     probes: dict[Probe, sql.Composable] = {}
@@ -175,9 +175,9 @@ def _probe(
             "ARRAY(SELECT DISTINCT kind FROM pgtrickle_changes.pgt_markers WHERE source_stable_name = {} AND {})"
         ).format(sql.Literal(source.stable_name), since(window, "xid"))
         changed: sql.Composable = sql.SQL("EXISTS (SELECT FROM {} WHERE {})").format(buffer, since(window, "__pgt_xid"))
-        offered = offer.of(source.stable_name, window) if offer is not None else None
-        if offered is not None:
-            changed = sql.Literal(offered.changed(window) > 0)
+        brokered = shared_cut.of(source.stable_name, window) if shared_cut is not None else None
+        if brokered is not None:
+            changed = sql.Literal(brokered.changed(window) > 0)
         probes[source.stable_name, window] = sql.SQL("({}, {})").format(changed, marked)
     if not probes:
         return {}

@@ -17,7 +17,7 @@ from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
 from pgtrickle.refresh.cut.sources import Source
 from pgtrickle.refresh.work import Work
-from pgtrickle.sites.broker import Offered
+from pgtrickle.sites.broker import SharedChanges
 from pgtrickle.sites.citus.shards import Shards
 
 # Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
@@ -78,9 +78,9 @@ def _pending(work: Work, cut: Cut) -> int:
     for source in work.sources:
         if source.changed and source.buffer is not None and not source.joined:
             conn = cut.others[source.database].conn if source.database else cut.conn
-            offered = _offered(source, work, cut)
-            if offered is not None:
-                pending += offered.changed(work.windows[source.database])
+            brokered = _brokered(source, work, cut)
+            if brokered is not None:
+                pending += brokered.changed(work.windows[source.database])
                 continue
             window = since(work.windows[source.database], "__pgt_xid")
             buffer = sql.Identifier(CHANGES_SCHEMA, source.buffer)
@@ -90,12 +90,12 @@ def _pending(work: Work, cut: Cut) -> int:
     return pending
 
 
-def _offered(source: Source, work: Work, cut: Cut) -> Offered | None:
+def _brokered(source: Source, work: Work, cut: Cut) -> SharedChanges | None:
     """The changes of a source, where a broker has read them."""
-    offer = cut.others[source.database].offer if source.database else None
-    if offer is None or source.stable_name is None or source.database not in work.windows:
+    shared_cut = cut.others[source.database].shared_cut if source.database else None
+    if shared_cut is None or source.stable_name is None or source.database not in work.windows:
         return None
-    return offer.of(source.stable_name, work.windows[source.database])
+    return shared_cut.of(source.stable_name, work.windows[source.database])
 
 
 def _bytes_of(conn: psycopg.Connection[Any], relations: Sequence[int]) -> int:

@@ -11,11 +11,11 @@ from pgtrickle.compile.shared_scan import SharedScan, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Plan
 from pgtrickle.refresh.fetch.fetcher import Fetcher, FormList, arrow_type
-from pgtrickle.sites.broker import WEIGHT, Interest, Offer, Offered
+from pgtrickle.sites.broker import WEIGHT, Interest, SharedChanges, SharedCut
 
 
-def take_offered(
-    fetcher: Fetcher[pa.Table], database: str, stable_names: Mapping[int, str], offer: Offer | None
+def take_brokered(
+    fetcher: Fetcher[pa.Table], database: str, stable_names: Mapping[int, str], shared_cut: SharedCut | None
 ) -> dict[str, Interest]:
     """Put the rows that are offered where the fetcher would read them; gives back what it would need beyond that."""
     lacking: dict[str, Interest] = {}
@@ -27,8 +27,8 @@ def take_offered(
         name = stable_names.get(scan.relation.oid)
         if name is None:
             continue
-        offered = offer.of(name, window) if offer is not None else None
-        found = _rows(plan, forms, offered, window) if offered is not None else None
+        brokered = shared_cut.of(name, window) if shared_cut is not None else None
+        found = _rows(plan, forms, brokered, window) if brokered is not None else None
         if found is not None:
             fetcher.put(plan, found)
         else:
@@ -36,19 +36,19 @@ def take_offered(
     return lacking
 
 
-def _rows(plan: Plan, forms: FormList, offered: Offered, window: Snapshot) -> pa.Table | None:
+def _rows(plan: Plan, forms: FormList, brokered: SharedChanges, window: Snapshot) -> pa.Table | None:
     """A fragment's rows, where all that it needs is offered."""
     shared, slice_ = _shared_scan(plan, forms)
     texts = {name: text for text, (name, _, _) in shared.columns.items()}
     (condition,) = shared.flags or (None,)
-    if not set(texts.values()) | ({condition} if condition else set()) <= offered.columns.keys():
+    if not set(texts.values()) | ({condition} if condition else set()) <= brokered.columns.keys():
         return None
     types = {text: arrow_type(type_, form) for text, (_, type_, form) in shared.columns.items()}
-    if any(offered.rows.schema.field(offered.columns[text]).type != type_ for text, type_ in types.items()):
+    if any(brokered.rows.schema.field(brokered.columns[text]).type != type_ for text, type_ in types.items()):
         return None  # a column was retyped since
-    flag = [offered.columns[condition]] if condition else []
-    columns = {mine: offered.columns[texts[shared_name]] for mine, shared_name in slice_.items()}
-    rows = offered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))
+    flag = [brokered.columns[condition]] if condition else []
+    columns = {mine: brokered.columns[texts[shared_name]] for mine, shared_name in slice_.items()}
+    rows = brokered.behind(window, list(dict.fromkeys([*columns.values(), *flag])))
     if flag:
         rows = rows.filter(rows.column(flag[0]))
     return pa.table([rows.column(name) for name in [*columns.values(), WEIGHT]], names=[*columns, WEIGHT])

@@ -20,10 +20,10 @@ import pyarrow as pa
 from psycopg.types.json import Jsonb
 
 from pgtrickle.errors import PgtrickleError
-from pgtrickle.service.broker.flight import FlightOffers, ask_for_offer
-from pgtrickle.service.broker.publisher import Desk
+from pgtrickle.service.broker.flight import FlightServer, request_shared_cut
+from pgtrickle.service.broker.publisher import Publisher
 from pgtrickle.service.config import BrokerConfig
-from pgtrickle.sites.broker import Interest, Offer
+from pgtrickle.sites.broker import Interest, SharedCut
 from pgtrickle.sites.remote.connections import Connections, errors_naming
 
 log = logging.getLogger("pgtrickle.broker")
@@ -53,13 +53,13 @@ class Broker:
     config: BrokerConfig = field(default_factory=BrokerConfig)
 
     def __post_init__(self) -> None:
-        self._desks: dict[str, Desk] = {}
+        self._publishers: dict[str, Publisher] = {}
         self._leaders: dict[str, _Leader | None] = {}
         self._asked: dict[str, float] = {}
         self._sent: dict[tuple[str, str, str], tuple[float, set[str]]] = {}
         self._full: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._flight: FlightOffers | None = None
+        self._flight: FlightServer | None = None
         self._tokens: dict[str, str] = {}  # by DSN: who can read one database's must not get the changes of another
         self._intervals: dict[str, float] = {}
         self._shunned: dict[str, float] = {}
@@ -72,9 +72,9 @@ class Broker:
                 return
             assert self._flight is not None
             interval = self._intervals[dsn] = min(interval, self._intervals.get(dsn, interval))
-            desk = self._desks.get(dsn)
-            if desk is None or not desk.alive:
-                self._desks[dsn] = Desk(
+            publisher = self._publishers.get(dsn)
+            if publisher is None or not publisher.alive:
+                self._publishers[dsn] = Publisher(
                     name,
                     dsn,
                     self.service_id,
@@ -85,14 +85,14 @@ class Broker:
                     interval,
                 )
                 return
-            desk.asked, desk.interval = time.monotonic(), interval
+            publisher.asked, publisher.interval = time.monotonic(), interval
 
     def _listen_again(self) -> bool:
         """Whether offers can be given now. Without that, everybody reads for himself."""
         if time.monotonic() < self._deaf_until:
             return False
         try:
-            self._flight = FlightOffers(self.config, self._desk_of)
+            self._flight = FlightServer(self.config, self._publisher_of)
         except (pa.ArrowException, OSError) as error:
             log.warning("cannot be a broker at %s: %s", self.config.listen, error)
             self._deaf_until = time.monotonic() + FULL_SECONDS
@@ -100,38 +100,44 @@ class Broker:
         return True
 
     def stop(self) -> None:
-        for desk in self._desks.values():
-            desk.stop()
+        for publisher in self._publishers.values():
+            publisher.stop()
         if self._flight is not None:
             self._flight.stop()
 
-    def _desk_of(self, token: str) -> Desk | None:
-        """The desk that wrote this token into the catalog of its database."""
-        desks = [desk for desk in list(self._desks.values()) if desk.alive]
-        return next((desk for desk in desks if compare_digest(desk.token.encode(), token.encode())), None)
+    def _publisher_of(self, token: str) -> Publisher | None:
+        """The publisher that wrote this token into the catalog of its database."""
+        publishers = [publisher for publisher in list(self._publishers.values()) if publisher.alive]
+        return next(
+            (publisher for publisher in publishers if compare_digest(publisher.token.encode(), token.encode())), None
+        )
 
     # -- what an engine asks (Brokers) -------------------------------------------------------------------------------------
 
-    def offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+    def shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
         try:
-            return self._offer(database, dsn, node, consumers)
+            return self._shared_cut(database, dsn, node, consumers)
         except (psycopg.Error, PgtrickleError) as error:
             log.info("nobody knows the broker: %s", error, extra={"database": database})
             return None
 
-    def _offer(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> Offer | None:
+    def _shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
         tick = self._intervals.get(dsn, 1.0)
         seconds = min(max(tick * PATIENCE, LEAST_PATIENCE), MOST_PATIENCE, tick)
         leader = self._leader(database, dsn)
         if leader is None or time.monotonic() < self._shunned.get(leader.address, 0.0):
             return None
         if leader.service_id == self.service_id:
-            desk = self._desks.get(dsn)
-            return desk.offer(consumers, seconds) if desk is not None and desk.alive and desk.node == node else None
-        offer = ask_for_offer(leader.address, leader.token, node, consumers, seconds, self.config.ca)
-        if offer is None:
+            publisher = self._publishers.get(dsn)
+            return (
+                publisher.shared_cut(consumers, seconds)
+                if publisher is not None and publisher.alive and publisher.node == node
+                else None
+            )
+        shared_cut = request_shared_cut(leader.address, leader.token, node, consumers, seconds, self.config.ca)
+        if shared_cut is None:
             self._shunned[leader.address] = time.monotonic() + SHUN_SECONDS
-        return offer
+        return shared_cut
 
     def want(
         self,

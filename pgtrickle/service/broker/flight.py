@@ -15,10 +15,10 @@ from pyarrow import flight
 
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.service.config import BrokerConfig, is_loopback
-from pgtrickle.sites.broker import Offer, Offered
+from pgtrickle.sites.broker import SharedChanges, SharedCut
 
 if TYPE_CHECKING:
-    from pgtrickle.service.broker.publisher import Desk
+    from pgtrickle.service.broker.publisher import Publisher
 
 log = logging.getLogger("pgtrickle.broker")
 
@@ -26,18 +26,18 @@ LATE = 1.0  # seconds that an answer may take beyond the time to wait for it
 PLAIN, TLS = "grpc", "grpc+tls"
 
 
-class FlightOffers:
+class FlightServer:
     """The server: who knows the token that is kept in the catalog of a database gets what was read there, and only there.
 
-    `desk_of` gives the desk of a token.
+    `publisher_of` gives the desk of a token.
     """
 
-    def __init__(self, config: BrokerConfig, desk_of: Callable[[str], Desk | None]) -> None:
+    def __init__(self, config: BrokerConfig, publisher_of: Callable[[str], Publisher | None]) -> None:
         host, _, port = config.listen.rpartition(":")
         scheme, pairs = PLAIN, []
         if config.certificate is not None and config.key is not None:
             scheme, pairs = TLS, [(config.certificate.read_bytes(), config.key.read_bytes())]
-        self._server = _Server(f"{scheme}://{host}:{port}", pairs, desk_of)
+        self._server = _Server(f"{scheme}://{host}:{port}", pairs, publisher_of)
         self.address = f"{scheme}://{host}:{self._server.port}"
         self._thread = threading.Thread(target=self._server.serve, name="pgtrickle-broker-offers", daemon=True)
         self._thread.start()
@@ -52,34 +52,34 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         self,
         location: str,
         certificates: Sequence[tuple[bytes, bytes]],
-        desk_of: Callable[[str], Desk | None],
+        publisher_of: Callable[[str], Publisher | None],
     ) -> None:
         super().__init__(location, tls_certificates=list(certificates))
-        self._desk_of = desk_of
+        self._publisher_of = publisher_of
 
     def do_action(self, context: Any, action: flight.Action) -> list[flight.Result]:
-        desk, asked = self._asked(action.body.to_pybytes())
-        offer = desk.offer(asked["consumers"], asked["seconds"])
-        return [flight.Result(pa.py_buffer(json.dumps(_written(offer)).encode()))]
+        publisher, asked = self._asked(action.body.to_pybytes())
+        shared_cut = publisher.shared_cut(asked["consumers"], asked["seconds"])
+        return [flight.Result(pa.py_buffer(json.dumps(_written(shared_cut)).encode()))]
 
     def do_get(self, context: Any, ticket: flight.Ticket) -> flight.RecordBatchStream:
-        desk, asked = self._asked(ticket.ticket)
-        rows = desk.rows(asked["number"], asked["source"])
+        publisher, asked = self._asked(ticket.ticket)
+        rows = publisher.rows(asked["number"], asked["source"])
         if rows is None:
             raise flight.FlightUnavailableError("that cut is over")
         return flight.RecordBatchStream(rows)
 
-    def _asked(self, body: bytes) -> tuple[Desk, dict[str, Any]]:
+    def _asked(self, body: bytes) -> tuple[Publisher, dict[str, Any]]:
         asked: dict[str, Any] = json.loads(body)
-        desk = self._desk_of(str(asked.get("token", "")))
-        if desk is None or desk.node != asked.get("node"):
+        publisher = self._publisher_of(str(asked.get("token", "")))
+        if publisher is None or publisher.node != asked.get("node"):
             raise flight.FlightUnauthenticatedError("the token is not this broker's for that database")
-        return desk, asked
+        return publisher, asked
 
 
-def ask_for_offer(
+def request_shared_cut(
     address: str, token: str, node: str, consumers: Sequence[str], seconds: float, ca: Path | None = None
-) -> Offer | None:
+) -> SharedCut | None:
     """The offer of a broker in another process; None where there is none in time, or the broker cannot be trusted.
 
     The token is sent in plain text to this machine only. By TLS the broker's certificate must be signed by one of the CA file,
@@ -103,24 +103,28 @@ def ask_for_offer(
         return None
 
 
-def _read(client: flight.FlightClient, token: str, found: dict[str, Any], options: flight.FlightCallOptions) -> Offer:
+def _read(
+    client: flight.FlightClient, token: str, found: dict[str, Any], options: flight.FlightCallOptions
+) -> SharedCut:
     sources = {}
     for name, one in found["sources"].items():
         ticket = {"token": token, "node": found["node"], "number": found["number"], "source": name}
         rows = client.do_get(flight.Ticket(json.dumps(ticket).encode()), options).read_all()
-        sources[name] = Offered(Snapshot.parse(one["base"]), one["columns"], rows)
+        sources[name] = SharedChanges(Snapshot.parse(one["base"]), one["columns"], rows)
     locked = frozenset(found["locked"])
-    return Offer(found["number"], found["node"], found["snapshot"], locked, found["settings"], sources)
+    return SharedCut(found["number"], found["node"], found["snapshot"], locked, found["settings"], sources)
 
 
-def _written(offer: Offer | None) -> dict[str, Any] | None:
-    if offer is None:
+def _written(shared_cut: SharedCut | None) -> dict[str, Any] | None:
+    if shared_cut is None:
         return None
     return {
-        "number": offer.number,
-        "node": offer.node,
-        "snapshot": offer.snapshot,
-        "locked": sorted(offer.locked),
-        "settings": dict(offer.settings),
-        "sources": {name: {"base": str(one.base), "columns": dict(one.columns)} for name, one in offer.sources.items()},
+        "number": shared_cut.number,
+        "node": shared_cut.node,
+        "snapshot": shared_cut.snapshot,
+        "locked": sorted(shared_cut.locked),
+        "settings": dict(shared_cut.settings),
+        "sources": {
+            name: {"base": str(one.base), "columns": dict(one.columns)} for name, one in shared_cut.sources.items()
+        },
     }

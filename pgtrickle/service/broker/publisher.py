@@ -30,7 +30,7 @@ from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
-from pgtrickle.sites.broker import WEIGHT, XID, Offer, Offered, schema_type
+from pgtrickle.sites.broker import WEIGHT, XID, SharedChanges, SharedCut, schema_type
 from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
 
 log = logging.getLogger("pgtrickle.broker")
@@ -66,13 +66,13 @@ class Wanted:
 class _Held:
     """A cut, and the transaction that holds it."""
 
-    offer: Offer
+    shared_cut: SharedCut
     began: float
     stack: ExitStack
 
 
 @dataclass
-class Desk:
+class Publisher:
     """What one service does as the broker of one database, while it is elected."""
 
     name: str
@@ -111,13 +111,13 @@ class Desk:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def offer(self, consumers: Sequence[str], seconds: float) -> Offer | None:
+    def shared_cut(self, consumers: Sequence[str], seconds: float) -> SharedCut | None:
         """A cut that none of them has used; waits for one that long."""
         deadline = time.monotonic() + seconds
         with self._changed:
             refusals = self._refusals
             used = max((self._used.get(consumer, 0) for consumer in consumers), default=0)
-            while not self.cuts or self.cuts[-1].offer.number <= used:
+            while not self.cuts or self.cuts[-1].shared_cut.number <= used:
                 left = deadline - time.monotonic()
                 over = self._stopped or self._refusals != refusals or time.monotonic() < self._refused_until
                 if over or left <= 0 or self._elected_until < time.monotonic():
@@ -125,15 +125,17 @@ class Desk:
                 self._wanted = True
                 self._changed.notify_all()
                 self._changed.wait(left)
-            offer = self.cuts[-1].offer
-            self._used |= dict.fromkeys(consumers, offer.number)
-            return offer
+            shared_cut = self.cuts[-1].shared_cut
+            self._used |= dict.fromkeys(consumers, shared_cut.number)
+            return shared_cut
 
     def rows(self, number: int, source: str) -> pa.Table | None:
         """The changes of a source at a cut that is still held."""
         with self._changed:
-            offers = [held.offer.sources.get(source) for held in self.cuts if held.offer.number == number]
-        return next((offered.rows for offered in offers if offered is not None), None)
+            shared_cuts = [
+                held.shared_cut.sources.get(source) for held in self.cuts if held.shared_cut.number == number
+            ]
+        return next((brokered.rows for brokered in shared_cuts if brokered is not None), None)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -229,12 +231,12 @@ class Desk:
                 locked = frozenset(row[0] for row in now if row in tables)
             sources = self._read(exported, wanted)
             self._number += 1
-            offer = Offer(self._number, self.node, exported, locked, wanted[0].settings, sources)
-            return _Held(offer, began, stack.pop_all())
+            shared_cut = SharedCut(self._number, self.node, exported, locked, wanted[0].settings, sources)
+            return _Held(shared_cut, began, stack.pop_all())
 
-    def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, Offered]:
+    def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, SharedChanges]:
         """The changes of each source, in that snapshot. Not by who holds it: buffers must not be locked for as long."""
-        sources: dict[str, Offered] = {}
+        sources: dict[str, SharedChanges] = {}
         with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             try:
@@ -247,7 +249,7 @@ class Desk:
                         continue
                     try:
                         with conn.transaction():
-                            sources[one.stable_name] = Offered(base, *_read(conn, one, base))
+                            sources[one.stable_name] = SharedChanges(base, *_read(conn, one, base))
                     except (psycopg.ProgrammingError, pa.ArrowException) as error:
                         # Of a column that is not there any more, or not of that type: who wants it says so again.
                         log.info("not read: %s", error, extra={"source": f"{one.schema}.{one.name}"})
@@ -268,15 +270,15 @@ class Desk:
         """What the scan found, for broker_status()."""
         found: dict[str, list[Any]] = {"homes": [], "names": [], "pending": [], "bounds": []}
         for one in wanted:
-            offered = held.offer.sources.get(one.stable_name)
-            for home in one.homes if offered is not None else ():
-                assert offered is not None
+            brokered = held.shared_cut.sources.get(one.stable_name)
+            for home in one.homes if brokered is not None else ():
+                assert brokered is not None
                 windows = _windows(text for text in one.snapshots if text.startswith(f"{home}/"))
-                served = [window for window in windows if offered.serves(window)]
+                served = [window for window in windows if brokered.serves(window)]
                 found["homes"].append(home)
                 found["names"].append(one.stable_name)
-                found["pending"].append(max((offered.changed(window) for window in served), default=None))
-                found["bounds"].append(pc.max(offered.rows.column(XID)).as_py())
+                found["pending"].append(max((brokered.changed(window) for window in served), default=None))
+                found["bounds"].append(pc.max(brokered.rows.column(XID)).as_py())
         with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             conn.execute(load_query("broker_found"), found | {"service": self.service_id})
 

@@ -16,7 +16,7 @@ from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
-from pgtrickle.sites.broker import Offer
+from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
 
@@ -67,15 +67,15 @@ class RemoteCut:
     incarnation: str  # of its server
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a node, by table
     looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
-    offer: Offer | None = None  # of a broker, whose cut it is
+    shared_cut: SharedCut | None = None  # of a broker, whose cut it is
     proof: str = field(default_factory=lambda: str(uuid4()))
 
 
-def take_offered_cut(
+def take_brokered_cut(
     conn: psycopg.Connection[Any],
     database: str,
     sources: Sequence[ForeignSource],
-    offer: Offer,
+    shared_cut: SharedCut,
     proofs: Mapping[str, str],
 ) -> RemoteCut | None:
     """A cut under the broker's snapshot; None where that cannot be: it is over, or older than what a consumer has stored.
@@ -83,11 +83,11 @@ def take_offered_cut(
     The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks. What a
     consumer proved after its last cut tells that this one is later.
     """
-    if is_pooled(conn) or not {source.there for source in sources} <= offer.locked:
+    if is_pooled(conn) or not {source.there for source in sources} <= shared_cut.locked:
         return None
     conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
     try:
-        cut = replace(take_remote_cut(conn, database, sources, offer.snapshot), offer=offer)
+        cut = replace(take_remote_cut(conn, database, sources, shared_cut.snapshot), shared_cut=shared_cut)
         if all(proofs[one.consumer] in (one.proof, one.former_proof) for one in cut.consumed.values()):
             return cut
         conn.execute("ROLLBACK")

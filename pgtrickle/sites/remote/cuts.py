@@ -16,7 +16,7 @@ from pgtrickle.catalog.problems import lacking
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, SourceLockedError
 from pgtrickle.sites.citus.cluster import Barrier
 from pgtrickle.sites.remote.connections import check_catalog, errors_naming
-from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut, end_cut, shards_on, take_offered_cut, take_remote_cut
+from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut, end_cut, shards_on, take_brokered_cut, take_remote_cut
 from pgtrickle.sites.remote.databases import RemoteDatabases, known_of
 from pgtrickle.sites.remote.functions import compare_functions
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 V = TypeVar("V")
-OFFERS = 2
+BROKERED_CUTS = 2
 AT_ONCE = 8  # databases that are asked at the same time
 
 
@@ -161,7 +161,7 @@ class RemoteCuts:
         cut = self._cut(database, dsns[database], sources, proofs)
         return cut, cut.__enter__()
 
-    def _take_offered(
+    def _take_brokered(
         self,
         conn: psycopg.Connection[Any],
         database: str,
@@ -171,11 +171,11 @@ class RemoteCuts:
     ) -> RemoteCut | None:
         """A cut that a broker offers; the next one, where the first was taken before somebody had proved his last."""
         assert self.remote.brokers is not None
-        for _ in range(OFFERS):
-            offer = self.remote.brokers.offer(database, dsn, sources[0].node, sorted(proofs))
-            if offer is None:
+        for _ in range(BROKERED_CUTS):
+            shared_cut = self.remote.brokers.shared_cut(database, dsn, sources[0].node, sorted(proofs))
+            if shared_cut is None:
                 return None
-            cut = take_offered_cut(conn, database, sources, offer, proofs)
+            cut = take_brokered_cut(conn, database, sources, shared_cut, proofs)
             if cut is not None:
                 return cut
         return None
@@ -242,7 +242,7 @@ class RemoteCuts:
             try:
                 with errors_naming(database):
                     check_catalog(conn, database)
-                    cut = self._take_offered(conn, database, dsn, sources, proofs) if proofs else None
+                    cut = self._take_brokered(conn, database, dsn, sources, proofs) if proofs else None
                     if cut is None:
                         shards = shards_on(conn, sources) if is_node(database) else []
                         conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
