@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 
-PULSE_SECONDS = 0.5
+ACTIVITY_SECONDS = 0.5
 LOST_SECONDS = 5.0  # after which nobody relies on it any more
 
 # Statistics are the only thing that a server tells of all its databases at once.
@@ -20,7 +20,7 @@ _COUNTS = (
 
 
 @dataclass
-class Pulse:
+class ServerActivity:
     """Wakes who looks after a database when rows were written there. For all threads."""
 
     _counts: dict[str, int] = field(default_factory=dict)

@@ -53,7 +53,7 @@ class _Watched:
 
 
 @dataclass
-class Watch:
+class RemoteWatch:
     """For all schedulers of a service. A database that does not answer keeps nobody from looking at the others."""
 
     connections: Connections = field(default_factory=Connections)

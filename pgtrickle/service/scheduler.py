@@ -24,15 +24,15 @@ from pgtrickle.catalog.databases import is_node
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.refresh.claim.lease import Lease
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
-from pgtrickle.service.activity import Pulse
+from pgtrickle.service.activity import ServerActivity
 from pgtrickle.service.connection_budget import Seat
 from pgtrickle.service.notifications import Waker
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.remote_watch import Watch
+from pgtrickle.service.remote_watch import RemoteWatch
 from pgtrickle.service.scheduling.cron import ScheduleError, next_time
 from pgtrickle.service.scheduling.fair_queue import ServerLimit, Task
-from pgtrickle.service.scheduling.graph import Dag
+from pgtrickle.service.scheduling.graph import DependencyGraph
 from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.service.scheduling.ticks import Tick, thinned
 from pgtrickle.service.scheduling.units import SMALL_ROWS, Due, Unit, plan_units
@@ -95,9 +95,9 @@ class Scheduler:
     tended: Tended
     pool: Pool
     lease_seconds: float
-    watch: Watch = field(default_factory=Watch)
+    watch: RemoteWatch = field(default_factory=RemoteWatch)
     on_settings: Callable[[], None] = lambda: None
-    pulse: Pulse = field(default_factory=Pulse)
+    activity: ServerActivity = field(default_factory=ServerActivity)
     rotation: Rotation = field(default_factory=Rotation)
     on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
     attached: Mapping[str, str] | None = (
@@ -119,7 +119,7 @@ class Scheduler:
         self._unsettled = False  # a schedule that somebody's lock kept from being settled
         self._paused = False
         self._hungry = False  # something is due and cannot be begun before something else ends
-        self._dag = Dag()
+        self._graph = DependencyGraph()
         self._owners: dict[int, int] = {}
         self._known: dict[int, datetime] = {}
         self._others: dict[str, str] = {}  # databases that stream tables here read, with their DSNs
@@ -161,12 +161,12 @@ class Scheduler:
         try:
             with Waker() as self._waker:
                 if self._seat.rests:
-                    self.pulse.heed(self.database, self._waker.wake)
+                    self.activity.heed(self.database, self._waker.wake)
                 self._serve(self._waker)
         except BaseException as error:  # told by the launcher, who starts another one
             self.failure = error
         finally:
-            self.pulse.heed(self.database, None)
+            self.activity.heed(self.database, None)
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
             self.pool.know(self.tended.name, ())
             self._seat.close()
@@ -246,7 +246,7 @@ class Scheduler:
 
     def _pace(self, settings: Settings) -> float:
         """Seconds between two ticks. A database without a connection of its own is looked at when it was written to."""
-        if self._seat.rests and self.pulse.beats and not self._others:
+        if self._seat.rests and self.activity.beats and not self._others:
             return max(settings.interval, self._beat_seconds)
         return settings.interval
 
@@ -330,7 +330,7 @@ class Scheduler:
             if not self._known or any(self._known.get(item.pgt_id) != item.updated_at for item in due):
                 self._load_dag(conn, settings)
             with self._lock:
-                units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
+                units = plan_units(due, self._graph, self._busy, tiered=settings.tiered)
                 self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
             self._dispatch(conn, units, settings)
         self._look_after(conn, settings)
@@ -407,7 +407,7 @@ class Scheduler:
                     upstream[row["pgt_id"]].append(row["upstream"])
                 elif row["source"] is not None:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
-        self._dag = Dag.of(upstream, tables, asked, owners)
+        self._graph = DependencyGraph.of(upstream, tables, asked, owners)
         self._owners = owners
         self.pool.know(self.tended.name, owners.values())
         self.workers.plans.keep(self._known)

@@ -12,7 +12,7 @@ from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.remote_watch import Watch
+from pgtrickle.service.remote_watch import RemoteWatch
 from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.sites.remote.connections import Connections
 
@@ -30,7 +30,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.pool = Pool(4)
-        self.watch = Watch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
+        self.watch = RemoteWatch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
         self.helpers = HelperProcesses()
         self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
         self.rotation = Rotation()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.service.scheduling.graph import Dag
+from pgtrickle.service.scheduling.graph import DependencyGraph
 
 
 @pytest.mark.parametrize(
@@ -33,38 +33,40 @@ from pgtrickle.service.scheduling.graph import Dag
     ],
 )
 def test_groups(upstream: dict[int, list[int]], tables: dict[int, list[str]], groups: object) -> None:
-    dag = Dag.of(upstream, tables)
-    assert set(dag.groups.values()) == set(groups)  # type: ignore[call-overload]
-    for id_, members in dag.groups.items():
+    graph = DependencyGraph.of(upstream, tables)
+    assert set(graph.groups.values()) == set(groups)  # type: ignore[call-overload]
+    for id_, members in graph.groups.items():
         assert id_ in members
 
 
 def test_a_long_chain_and_a_ladder_of_diamonds() -> None:
     chain = {i: [i - 1] for i in range(1, 3000)}
-    assert Dag.of(chain, {0: ["a"]}).groups == {}
+    assert DependencyGraph.of(chain, {0: ["a"]}).groups == {}
     ladder: dict[int, list[int]] = {}
     for i in range(0, 120, 3):
         ladder |= {i + 1: [i], i + 2: [i], i + 3: [i + 1, i + 2]}
-    assert len(Dag.of(ladder, {0: ["a"]}).groups[0]) == 121
+    assert len(DependencyGraph.of(ladder, {0: ["a"]}).groups[0]) == 121
 
 
 def test_groups_by_request_bring_along_what_they_read() -> None:
     upstream = {2: [1], 3: [2], 6: [5]}
     tables = {1: ["a"], 4: ["b"], 5: ["c"], 7: ["c"], 8: ["c"]}
-    dag = Dag.of(upstream, tables, {3: "one", 4: "one", 6: "other", 7: "other"})
-    assert set(dag.groups.values()) == {frozenset({1, 2, 3, 4}), frozenset({5, 6, 7})}
+    graph = DependencyGraph.of(upstream, tables, {3: "one", 4: "one", 6: "other", 7: "other"})
+    assert set(graph.groups.values()) == {frozenset({1, 2, 3, 4}), frozenset({5, 6, 7})}
 
 
 def test_a_cycle_that_slipped_into_the_catalog_does_not_go_on_for_ever() -> None:
-    dag = Dag.of({1: [2], 2: [3], 3: [1], 5: [4]}, {4: ["a"], 5: ["a"]})
-    assert set(dag.groups.values()) == {frozenset({4, 5})}
+    graph = DependencyGraph.of({1: [2], 2: [3], 3: [1], 5: [4]}, {4: ["a"], 5: ["a"]})
+    assert set(graph.groups.values()) == {frozenset({4, 5})}
 
 
 def test_a_group_is_of_one_owner() -> None:
     """Its members fail together: what one owner's code breaks is not another's."""
-    dag = Dag.of({3: [1, 2]}, {1: ["a"], 2: ["a"]}, owners={1: 10, 2: 10, 3: 20})
-    assert set(dag.groups.get(1, frozenset({1}))) == {1}
-    assert set(dag.groups.get(3, frozenset({3}))) == {3}
-    asked = Dag.of({}, {1: ["a"], 2: ["b"], 3: ["c"]}, {1: "g", 2: "g", 3: "g"}, owners={1: 10, 2: 10, 3: 20})
+    graph = DependencyGraph.of({3: [1, 2]}, {1: ["a"], 2: ["a"]}, owners={1: 10, 2: 10, 3: 20})
+    assert set(graph.groups.get(1, frozenset({1}))) == {1}
+    assert set(graph.groups.get(3, frozenset({3}))) == {3}
+    asked = DependencyGraph.of(
+        {}, {1: ["a"], 2: ["b"], 3: ["c"]}, {1: "g", 2: "g", 3: "g"}, owners={1: 10, 2: 10, 3: 20}
+    )
     assert asked.groups[1] == frozenset({1, 2})
     assert asked.groups.get(3, frozenset({3})) == frozenset({3})

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from pgtrickle.service.scheduling.fair_queue import ServerLimit, Share, Task, Turns
+from pgtrickle.service.scheduling.fair_queue import FairQueue, ServerLimit, Share, Task
 from pgtrickle.service.scheduling.units import Kind, Unit
 
 KINDS: list[Kind] = ["GROUP", "FUSED", "SINGLETON"]
@@ -38,7 +38,7 @@ class Simulation:
     """A pool whose clock is a variable."""
 
     size: int
-    turns: Turns
+    queue: FairQueue
     arrivals: list[tuple[Task, float]]  # with the seconds that each takes
 
     def run(self) -> Iterator[tuple[Task, float, list[Task]]]:
@@ -52,15 +52,15 @@ class Simulation:
             while arrivals and arrivals[0][0].enqueued <= now:
                 waiting.append(arrivals.pop(0)[0])
             busy = [one for _, _, one in running]
-            chosen = self.turns.choose(waiting, busy, self.size, now)
+            chosen = self.queue.choose(waiting, busy, self.size, now)
             if chosen is not None:
                 waiting.remove(chosen)
                 yield (
                     chosen,
                     now,
-                    [one for one in waiting if self.turns.choose([one], busy, self.size, now) is not None],
+                    [one for one in waiting if self.queue.choose([one], busy, self.size, now) is not None],
                 )
-                self.turns.begun(chosen)
+                self.queue.begun(chosen)
                 number += 1
                 heapq.heappush(running, (now + seconds[id(chosen)], number, chosen))
                 continue
@@ -93,13 +93,13 @@ def test_what_has_lost_its_patience_waits_for_one_round_of_the_others(_: int) ->
     print("seed", seed)
     chance = random.Random(seed)
     databases, owners, size = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 4)
-    turns = Turns()
+    queue = FairQueue()
     for database in range(databases):
-        turns.know(str(database), range(owners))
+        queue.know(str(database), range(owners))
     passed: dict[int, int] = defaultdict(int)  # starts of others after its patience was over
     ahead: dict[int, int] = {}
     started = 0
-    for chosen, now, could in Simulation(size, turns, random_arrivals(chance, databases, owners)).run():
+    for chosen, now, could in Simulation(size, queue, random_arrivals(chance, databases, owners)).run():
         started += 1
         for one in could:
             if one.urgent_at <= now:
@@ -113,11 +113,11 @@ def test_what_has_lost_its_patience_waits_for_one_round_of_the_others(_: int) ->
 
 
 def test_a_cold_one_goes_before_hot_ones_that_come_after_its_patience() -> None:
-    turns = Turns()
+    queue = FairQueue()
     cold = task(tier=2, at=0.0)
     hot = [task(tier=0, at=float(second)) for second in range(20)]
-    assert turns.choose([cold, hot[1]], [], 1, 1.0) is hot[1]
-    assert turns.choose([cold, *hot[5:]], [], 1, 20.0) is cold
+    assert queue.choose([cold, hot[1]], [], 1, 1.0) is hot[1]
+    assert queue.choose([cold, *hot[5:]], [], 1, 20.0) is cold
 
 
 def test_a_short_schedule_has_little_patience() -> None:
@@ -127,37 +127,37 @@ def test_a_short_schedule_has_little_patience() -> None:
 
 
 def test_requests_and_schedules_of_an_owner_take_turns() -> None:
-    turns, waiting = Turns(), [task(at=0.0) for _ in range(3)]
+    queue, waiting = FairQueue(), [task(at=0.0) for _ in range(3)]
     waiting += [task(asked=True, at=50.0 + second) for second in range(3)]
     order = []
     for second in range(6):
-        chosen = turns.choose(waiting, [], 1, 60.0 + second)
+        chosen = queue.choose(waiting, [], 1, 60.0 + second)
         assert chosen is not None
         waiting.remove(chosen)
-        turns.begun(chosen)
+        queue.begun(chosen)
         order.append(chosen.unit.asked)
     assert order in ([True, False] * 3, [False, True] * 3)
 
 
 def test_one_owner_does_not_get_all_workers_while_there_are_others() -> None:
-    turns = Turns()
+    queue = FairQueue()
     running, more = [task(asked=True) for _ in range(3)], task(asked=True)
-    turns.know("a", [1])
-    assert turns.choose([more], running, 4, 0.0) is more
-    turns.know("a", [1, 2])
-    assert turns.choose([more], running, 4, 0.0) is None
-    assert turns.choose([more], running[:2], 4, 0.0) is more
-    assert turns.choose([more], [*running[:2], task(owner=2)], 4, 0.0) is more
-    assert turns.choose([more], [], 1, 0.0) is more
-    turns.know("a", [1])
-    turns.know("b", [1])
-    assert turns.choose([more], running, 4, 0.0) is None
-    turns.know("b", [])
-    assert turns.choose([more], running, 4, 0.0) is more
+    queue.know("a", [1])
+    assert queue.choose([more], running, 4, 0.0) is more
+    queue.know("a", [1, 2])
+    assert queue.choose([more], running, 4, 0.0) is None
+    assert queue.choose([more], running[:2], 4, 0.0) is more
+    assert queue.choose([more], [*running[:2], task(owner=2)], 4, 0.0) is more
+    assert queue.choose([more], [], 1, 0.0) is more
+    queue.know("a", [1])
+    queue.know("b", [1])
+    assert queue.choose([more], running, 4, 0.0) is None
+    queue.know("b", [])
+    assert queue.choose([more], running, 4, 0.0) is more
 
 
 def test_a_server_without_connections_to_spare_takes_no_worker() -> None:
-    turns, limit = Turns(), ServerLimit("small", 1)
+    queue, limit = FairQueue(), ServerLimit("small", 1)
     running = [task("small/a", limit=limit)]
     other = task("large/b", at=1.0)
-    assert turns.choose([task("small/c", owner=3, limit=limit), other], running, 4, 60.0) is other
+    assert queue.choose([task("small/c", owner=3, limit=limit), other], running, 4, 60.0) is other

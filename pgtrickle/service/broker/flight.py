@@ -29,7 +29,7 @@ PLAIN, TLS = "grpc", "grpc+tls"
 class FlightServer:
     """The server: who knows the token that is kept in the catalog of a database gets what was read there, and only there.
 
-    `publisher_of` gives the desk of a token.
+    `publisher_of` gives the publisher of a token.
     """
 
     def __init__(self, config: BrokerConfig, publisher_of: Callable[[str], Publisher | None]) -> None:

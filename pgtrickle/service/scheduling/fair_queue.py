@@ -62,7 +62,7 @@ class Task:
         return self.database, self.unit.owner, self.unit.asked
 
 
-class Turns:
+class FairQueue:
     """Chooses the next task.
 
     Tasks whose patience is over are served in rotation: first among databases, then among the owners of a database, then

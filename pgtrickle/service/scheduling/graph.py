@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 @dataclass(frozen=True)
-class Dag:
+class DependencyGraph:
     """The stream tables of a database with what they read: other stream tables (by id) and tables (by name)."""
 
     upstream: Mapping[int, frozenset[int]] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class Dag:
         tables: Mapping[int, Iterable[str]],
         asked: Mapping[int, str] = MappingProxyType({}),  # the group that somebody put a stream table into
         owners: Mapping[int, int] = MappingProxyType({}),
-    ) -> Dag:
+    ) -> DependencyGraph:
         ups = {id_: frozenset(upstream.get(id_, ())) for id_ in (*upstream, *tables)}
         bases = {id_: frozenset(tables.get(id_, ())) for id_ in ups}
         return cls(ups, bases, _groups(ups, bases, asked, owners))

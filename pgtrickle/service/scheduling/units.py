@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from pgtrickle.service.scheduling.graph import Dag
+from pgtrickle.service.scheduling.graph import DependencyGraph
 
 Kind = Literal["IMMEDIATE", "GROUP", "FUSED", "SINGLETON", "VERIFY"]
 BANDS: dict[Kind, int] = {"IMMEDIATE": 0, "GROUP": 1, "FUSED": 2, "SINGLETON": 2, "VERIFY": 3}
@@ -64,12 +64,12 @@ class Unit:
         return 0.0 if self.asked else min(self.every, float(sum(self.priority)))
 
 
-def plan_units(due: Sequence[Due], dag: Dag, busy: Collection[int], *, tiered: bool) -> list[Unit]:
+def plan_units(due: Sequence[Due], graph: DependencyGraph, busy: Collection[int], *, tiered: bool) -> list[Unit]:
     """Units for what is due and not already in work."""
     units: list[Unit] = []
     left = {item.pgt_id: item for item in due if item.pgt_id not in busy}
     for id_ in list(left):
-        members = dag.groups.get(id_)
+        members = graph.groups.get(id_)
         if id_ in left and members is not None:
             here = {member: left.pop(member) for member in members if member in left}
             if not members & set(busy):
