@@ -45,7 +45,7 @@ class OtherDatabases:
         assert row is not None
         with plain_errors():
             register(self.conn, name, known, row[0], roles)
-            self.engine.sets.settle()
+            self.engine.sets.update_members()
         return next(one for one in self.databases() if one.name == name)
 
     def databases(self) -> list[RegisteredDatabase]:
@@ -115,7 +115,7 @@ class OtherDatabases:
             raise InvalidQueryError(f"set {name} has a server but no pattern", "Give one, such as tenant_*.")
         with plain_errors():
             register_set(self.conn, name, pattern, members, storable(server) if server is not None else None, roles)
-            self.engine.sets.settle()
+            self.engine.sets.update_members()
         return next(one for one in self.database_sets() if one.name == name)
 
     def database_sets(self) -> list[DatabaseSet]:

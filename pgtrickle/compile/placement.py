@@ -7,7 +7,7 @@ from typing import Literal
 
 from sqlglot import exp
 
-from pgtrickle.compile.pushdown import sink
+from pgtrickle.compile.pushdown import push_down
 from pgtrickle.compile.spark.aggregates import forms_needed
 from pgtrickle.compile.spark.arithmetic import number_sql
 from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions
@@ -78,7 +78,7 @@ class Placer:
             case Project(input=child, items=items):
                 foreign = [value for _, value in items if not isinstance(value, exp.Column) and constant(value) is None]
                 if foreign:
-                    sunk = sink(plan) if self.placement == "spark" or not _has_outer_join(child) else None
+                    sunk = push_down(plan) if self.placement == "spark" or not _has_outer_join(child) else None
                     if sunk is None:
                         return self._calculate(plan, foreign[0])
                     return self.place(sunk)
@@ -131,7 +131,7 @@ class Placer:
         for column, value in plan.items:
             if isinstance(value, exp.Column) or constant(value) is not None:
                 items.append((column, value))
-            elif sink(Project(plan.input, ((column, value),))) is not None:
+            elif push_down(Project(plan.input, ((column, value),))) is not None:
                 below[column.id] = (column, value)
                 items.append((column, column.ref()))
                 continue

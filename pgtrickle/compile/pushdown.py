@@ -30,7 +30,7 @@ from pgtrickle.query.rewrites.columns import substitute
 Items = tuple[tuple[Column, exp.Expression], ...]
 
 
-def sink(plan: Project) -> Plan | None:
+def push_down(plan: Project) -> Plan | None:
     """The same rows with every expression computed over one table; None where one needs several."""
     return _compute(plan.input, plan.items)
 

@@ -24,7 +24,7 @@ from pgtrickle.query.plan import (
 from pgtrickle.query.unsupported import Unsupported
 
 
-def check_prints(plan: Plan) -> None:
+def check_fingerprint(plan: Plan) -> None:
     """Refuse a plan whose result cannot be found by its text."""
     _check_float_aggregates(plan)
     chosen = _chosen(plan)

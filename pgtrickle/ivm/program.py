@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pgtrickle.ivm.additive import AdditiveForm, additive_form
 from pgtrickle.ivm.differentiate import differentiate
-from pgtrickle.ivm.fingerprint import check_prints
+from pgtrickle.ivm.fingerprint import check_fingerprint
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.unique_key import key_columns
 from pgtrickle.query.binder import Binder
@@ -54,7 +54,7 @@ def build_program(text: str, binder: Binder) -> Program:
     if change is None:
         raise Unsupported("the query reads no table")
     if key is None:
-        check_prints(plan)
+        check_fingerprint(plan)
     return Program(output, plan, core, finish, key, additive, change)
 
 

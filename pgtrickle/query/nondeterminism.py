@@ -13,7 +13,7 @@ _LISTS = frozenset(
 _RANKS = frozenset({"row_number", "lag", "lead", "first_value", "last_value", "nth_value", "ntile"})
 
 
-def left_open(definition: str) -> str | None:
+def nondeterministic_part(definition: str) -> str | None:
     """The first part of a query whose result is not determined by the rows it reads; None where there is none."""
     try:
         tree = parse(definition)

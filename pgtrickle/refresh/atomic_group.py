@@ -50,7 +50,7 @@ def refresh_atomically(
         if all(work.error is None for work in works):
             outcome = Outcome(_apply_levels(engine, levels, works, initiated_by, before_commit))
             engine.on_step("committed")
-            engine.settle(works)
+            engine.finish(works)
             return outcome
     except NotAtomicError:
         return None

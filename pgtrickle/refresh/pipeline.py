@@ -224,7 +224,7 @@ class Engine:
         self.give_up([work for work in works if work.error is not None], None, initiated_by)
         outcome.failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
         outcome.names = {work.row.pgt_id: work.row.label for work in works if work.error is not None}
-        self.settle([work for work in works if work.applied])
+        self.finish([work for work in works if work.applied])
         if again:
             outcome += self._refresh_level(again, initiated_by, retry=False)
         return outcome
@@ -269,12 +269,12 @@ class Engine:
         if not any(work.row.on_citus for work in works):
             return list(works)
         try:
-            settled = self.cluster.settle()
+            updated = self.cluster.update_nodes()
             moved = self.cluster.follow([work.row.pgt_id for work in works])
         except (psycopg.Error, PgtrickleError) as error:
             self._note_for_nodes(works, error)
             return list(works)
-        if not moved and not settled:
+        if not moved and not updated:
             return list(works)
         rows = {row.pgt_id: row for row in self.rows([work.row.pgt_id for work in works])}
         for work in works:
@@ -494,7 +494,7 @@ class Engine:
             "UPDATE pgtrickle.pgt_stream_tables SET reinit_reason = %s WHERE pgt_id = %s", (reason, pgt_id)
         )
 
-    def settle(self, works: Sequence[Work]) -> None:
+    def finish(self, works: Sequence[Work]) -> None:
         """After the applies: schedules that are too short, and changes that every stream table on their source has passed."""
         if works and self.policy.backoff:
             seconds = time.monotonic() - min(work.started for work in works)

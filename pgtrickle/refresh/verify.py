@@ -21,7 +21,7 @@ from pgtrickle.errors import PrivilegeError
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import set_local
-from pgtrickle.query.nondeterminism import left_open
+from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh.snapshot_reader import TRANSPORT
 from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import Work
@@ -118,7 +118,7 @@ def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
         table_seconds = time.monotonic() - started
         if wanted != stored:
             differing = _differing(conn, row, view, table, columns)
-    part = _left_open(conn, row) if differing else None
+    part = _nondeterministic_part(conn, row) if differing else None
     if part is not None:
         return Verification(row.pgt_id, row.label, None, f"it differs, but its query leaves the result open: {part}")
     missing, missing_rows = differing.get("missing", (0, []))
@@ -141,9 +141,9 @@ def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
     return result
 
 
-def _left_open(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:
+def _nondeterministic_part(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:
     views = "SELECT pg_catalog.pg_get_viewdef(r.relation) FROM pgtrickle._rules(%s::oid::regclass) AS r"
-    found = (left_open(definition) for (definition,) in conn.execute(views, (row.view_relid,)))
+    found = (nondeterministic_part(definition) for (definition,) in conn.execute(views, (row.view_relid,)))
     return next((part for part in found if part is not None), None)
 
 

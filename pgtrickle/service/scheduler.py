@@ -613,15 +613,15 @@ class Scheduler:
         row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
         if row is not None and row[0] and not self._settling:
             self._settling = True
-            self.watch.run(self._settle)
+            self.watch.run(self._update_members)
 
-    def _settle(self) -> None:
+    def _update_members(self) -> None:
         try:
             with self.workers.budget.using("sets", self.database) as conn:
                 limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
                 remote = RemoteDatabases(conn, self.watch.connections)
-                Sets(remote).settle()
-                Cluster(remote).settle()
+                Sets(remote).update_members()
+                Cluster(remote).update_nodes()
         finally:
             self._settling = False
 

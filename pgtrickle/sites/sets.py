@@ -32,7 +32,7 @@ class Sets:
         if is_set:
             self._stand_in(name, table, members)
 
-    def settle(self) -> None:
+    def update_members(self) -> None:
         """Let databases join the sets that they belong to, and leave those that they do not. What cannot join is told."""
         for known in registered_sets(self.remote.home):
             problems: list[str] = []

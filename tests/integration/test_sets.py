@@ -173,7 +173,7 @@ def test_what_does_not_fit_does_not_join_and_is_told(shop: Tenants, db: pgtrickl
     shop.assert_exact("rows", "totals", of=shop.names[:4])
     shop.run(without, "CREATE TABLE orders (id int PRIMARY KEY, customer int, amount numeric(10,2), note text)")
     shop.run(without, "INSERT INTO orders VALUES (1, 1, 1, 'late')")
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert [one.action for one in db.refresh(["rows", "totals"])] == ["DIFFERENTIAL"] * 2
     shop.assert_exact("rows", "totals", of=[*shop.names[:4], without])
 
@@ -197,12 +197,12 @@ def test_databases_of_a_server_are_found_by_their_names(shop: Tenants, db: pgtri
     assert added.members == shop.names
     create(db, "totals")
     new = shop.create(4)
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert [one.action for one in db.refresh(["totals"])] == ["DIFFERENTIAL"]
     shop.assert_exact("totals")
     shop.drop(shop.names[0])
     db.engine.connections.close()
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert db.database_sets()[0].members == shop.names
     assert new in shop.names
     assert [one.action for one in db.refresh(["totals"])] == ["REINITIALIZE"]

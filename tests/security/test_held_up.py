@@ -90,14 +90,14 @@ def test_a_locked_member_does_not_keep_others_from_joining(
             assert node is not None
             dsn = make_conninfo(one.direct_dsn, options=NEEDED)
             db.conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, '{}')", (name, dsn, node[0]))
-        db.engine.sets.settle()
+        db.engine.sets.update_members()
         joined = {row[0] for row in db.conn.execute("SELECT database FROM pgtrickle.pgt_shards").fetchall()}
         assert {"t_a", "t_c"} <= joined
         if lock.info.server_version >= 180000:
             assert "t_b" not in joined
             assert "lock timeout" in str(db.database_sets()[0].problem)
         lock.rollback()
-        db.engine.sets.settle()
+        db.engine.sets.update_members()
         joined = {row[0] for row in db.conn.execute("SELECT database FROM pgtrickle.pgt_shards").fetchall()}
         assert joined == {"t_a", "t_b", "t_c"}
 

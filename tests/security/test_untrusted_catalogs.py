@@ -183,7 +183,7 @@ def test_a_member_of_a_set_with_a_hostile_catalog_does_not_join(roles: Roles) ->
         with roles.service() as db:
             server = roles.database.server.dsn("postgres", login)
             added = db.add_database_set("tenants", pattern=own.database.name, server=server)
-            db.engine.sets.settle()
+            db.engine.sets.update_members()
         assert own.ran_as() == set()
         assert added.members == []
         assert f"belongs to role {roles.mallory}" in str(added.problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.query.nondeterminism import left_open
+from pgtrickle.query.nondeterminism import nondeterministic_part
 
 OPEN = {
     "SELECT k, array_agg(x) AS a FROM t GROUP BY k": "array_agg() without ORDER BY",
@@ -27,9 +27,9 @@ CLOSED = (
 
 @pytest.mark.parametrize(("query", "part"), OPEN.items())
 def test_what_is_left_open_is_named(query: str, part: str) -> None:
-    assert left_open(query) == part
+    assert nondeterministic_part(query) == part
 
 
 @pytest.mark.parametrize("query", CLOSED)
 def test_what_rows_determine_is_not_open(query: str) -> None:
-    assert left_open(query) is None
+    assert nondeterministic_part(query) is None

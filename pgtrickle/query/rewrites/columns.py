@@ -25,9 +25,9 @@ def substitute(node: exp.Expression, items: Mapping[str, exp.Expression]) -> exp
     return node.copy().transform(swap, copy=False)
 
 
-def _ids(plan: Plan) -> set[str]:
+def column_ids(plan: Plan) -> set[str]:
     return {column.id for column in plan.columns}
 
 
-def _only(plan: Plan, columns: tuple[Column, ...]) -> Plan:
+def keep_columns(plan: Plan, columns: tuple[Column, ...]) -> Plan:
     return Project(plan, tuple((column, column.ref()) for column in columns))

@@ -19,16 +19,16 @@ from pgtrickle.query.plan import (
     rebuild,
     used_ids,
 )
-from pgtrickle.query.rewrites.columns import _ids, _only
+from pgtrickle.query.rewrites.columns import column_ids, keep_columns
 from pgtrickle.query.types import RECORD
 
 
-def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
+def compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
     """What a condition computes from one input becomes a column of that input.
 
     So a lookup by key is a lookup by column, and whoever tests the condition need not know the expression.
     """
-    plan = rebuild(plan, lambda child: _compute_operands(child, new_column, types_of))
+    plan = rebuild(plan, lambda child: compute_operands(child, new_column, types_of))
     sides: list[Plan]
     match plan:
         case Join(left=left, right=right, condition=condition) | Exists(left=left, right=right, condition=condition):
@@ -42,8 +42,8 @@ def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
     def as_column(value: exp.Expression, *, anywhere: bool) -> exp.Expression:
         reads = used_ids(value)
         for i, side in enumerate(sides):
-            home = _home(side, reads) if reads and reads <= _ids(side) else None
-            if home is None and anywhere and reads and reads <= _ids(side):
+            home = _home(side, reads) if reads and reads <= column_ids(side) else None
+            if home is None and anywhere and reads and reads <= column_ids(side):
                 home = side
             if home is not None:
                 type_ = types_of(home.columns, [value])[0]
@@ -79,8 +79,8 @@ def _compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
     if all(side is old for side, old in zip(sides, before, strict=True)):
         return plan
     if isinstance(plan, Filter):
-        return _only(Filter(sides[0], computed), plan.columns)
-    return _only(replace(plan, left=sides[0], right=sides[1], condition=computed), plan.columns)
+        return keep_columns(Filter(sides[0], computed), plan.columns)
+    return keep_columns(replace(plan, left=sides[0], right=sides[1], condition=computed), plan.columns)
 
 
 _COMPARISONS = (exp.EQ, exp.NEQ, exp.LT, exp.LTE, exp.GT, exp.GTE, exp.NullSafeEQ, exp.NullSafeNEQ)
@@ -103,11 +103,11 @@ def _home(plan: Plan, reads: set[str]) -> Plan | None:
         case Filter(input=child):
             return _home(child, reads)
         case Exists(left=left):
-            return _home(left, reads) if reads <= _ids(left) else None
+            return _home(left, reads) if reads <= column_ids(left) else None
         case Join(kind=kind, left=left, right=right):
-            if reads <= _ids(left) and kind in {"inner", "left"}:
+            if reads <= column_ids(left) and kind in {"inner", "left"}:
                 return _home(left, reads)
-            if reads <= _ids(right) and kind in {"inner", "right"}:
+            if reads <= column_ids(right) and kind in {"inner", "right"}:
                 return _home(right, reads)
             return None
         case _:
@@ -123,7 +123,7 @@ def _with_column(plan: Plan, home: Plan, column: Column, value: exp.Expression) 
             return replace(plan, input=_with_column(child, home, column, value))
         case Exists(left=left):
             return replace(plan, left=_with_column(left, home, column, value))
-        case Join(left=left, right=right) if used_ids(value) <= _ids(left):
+        case Join(left=left, right=right) if used_ids(value) <= column_ids(left):
             return replace(plan, left=_with_column(left, home, column, value))
         case Join(right=right):
             return replace(plan, right=_with_column(right, home, column, value))

@@ -20,20 +20,20 @@ from pgtrickle.query.plan import (
     used_ids,
 )
 from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
-from pgtrickle.query.rewrites.columns import _ids
-from pgtrickle.query.rewrites.compute_operands import _compute_operands
+from pgtrickle.query.rewrites.columns import column_ids
+from pgtrickle.query.rewrites.compute_operands import compute_operands
 from pgtrickle.query.rewrites.prune import prune
-from pgtrickle.query.rewrites.push_filters import _push_filters
-from pgtrickle.query.rewrites.push_projections import _push_items
+from pgtrickle.query.rewrites.push_filters import push_filters
+from pgtrickle.query.rewrites.push_projections import push_projections
 from pgtrickle.query.unsupported import Unsupported
 
 
 def normalise(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
     """The plan with filters and expressions pushed down, join keys as columns, and unused columns removed."""
-    plan = _push_filters(plan, [])
-    plan = _compute_operands(plan, new_column, types_of)
+    plan = push_filters(plan, [])
+    plan = compute_operands(plan, new_column, types_of)
     plan = compute_arguments(plan, new_column, types_of)
-    plan = _push_items(plan)
+    plan = push_projections(plan)
     plan = prune(plan, {column.id for column in plan.columns})
     check_scopes(plan)
     return plan
@@ -45,13 +45,13 @@ def check_scopes(plan: Plan) -> None:
     read: set[str]
     match plan:
         case Filter(input=child, condition=condition):
-            known, read = _ids(child), used_ids(condition)
+            known, read = column_ids(child), used_ids(condition)
         case Project(input=child, items=items):
-            known, read = _ids(child), set().union(*(used_ids(value) for _, value in items)) if items else set()
+            known, read = column_ids(child), set().union(*(used_ids(value) for _, value in items)) if items else set()
         case Join(left=left, right=right, condition=condition) | Exists(left=left, right=right, condition=condition):
-            known, read = _ids(left) | _ids(right), used_ids(condition)
+            known, read = column_ids(left) | column_ids(right), used_ids(condition)
         case Aggregate(input=child, keys=keys, calls=calls):
-            known = _ids(child)
+            known = column_ids(child)
             read = {column.id for column in keys}.union(*(used_ids(call) for _, call in calls))
         case _:
             known, read = set(), set()

@@ -16,7 +16,7 @@ from pgtrickle.query.plan import (
     Values,
     used_ids,
 )
-from pgtrickle.query.rewrites.columns import _only
+from pgtrickle.query.rewrites.columns import keep_columns
 
 
 def prune(plan: Plan, needed: set[str]) -> Plan:
@@ -51,7 +51,7 @@ def prune(plan: Plan, needed: set[str]) -> Plan:
             for child in inputs:
                 own = child.columns
                 kept_child = prune(child, {own[i].id for i in keep})
-                pruned.append(_only(kept_child, tuple(own[i] for i in keep)))
+                pruned.append(keep_columns(kept_child, tuple(own[i] for i in keep)))
             return UnionAll(tuple(pruned), tuple(columns[i] for i in keep))
         case _:
             raise AssertionError(f"{type(plan).__name__} does not occur before differentiation")

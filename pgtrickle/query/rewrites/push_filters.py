@@ -17,23 +17,23 @@ from pgtrickle.query.plan import (
     UnionAll,
     used_ids,
 )
-from pgtrickle.query.rewrites.columns import _ids, substitute
+from pgtrickle.query.rewrites.columns import column_ids, substitute
 
 
-def _push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
+def push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
     """The plan filtered by `parts`, each as far down as it may go."""
     match plan:
         case Filter(input=child, condition=condition):
-            return _push_filters(child, [*conjuncts(condition), *parts])
+            return push_filters(child, [*conjuncts(condition), *parts])
         case Project(input=child, items=items):
             mapping = {column.id: value for column, value in items}
-            return Project(_push_filters(child, [substitute(part, mapping) for part in parts]), items)
+            return Project(push_filters(child, [substitute(part, mapping) for part in parts]), items)
         case Join(kind=kind, left=left, right=right, condition=condition):
             if kind == "inner":
                 parts, condition = [*parts, *conjuncts(condition)], exp.true()
-            to_left = [part for part in parts if kind in {"inner", "left"} and used_ids(part) <= _ids(left)]
+            to_left = [part for part in parts if kind in {"inner", "left"} and used_ids(part) <= column_ids(left)]
             rest = [part for part in parts if part not in to_left]
-            to_right = [part for part in rest if kind in {"inner", "right"} and used_ids(part) <= _ids(right)]
+            to_right = [part for part in rest if kind in {"inner", "right"} and used_ids(part) <= column_ids(right)]
             rest = [part for part in rest if part not in to_right]
             on = conjuncts(condition)
             if kind == "inner":
@@ -41,31 +41,31 @@ def _push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
             # In an outer join, a condition over the side that is padded only narrows that side.
             if kind in {"left", "right"}:
                 padded = right if kind == "left" else left
-                narrow = [part for part in on if used_ids(part) and used_ids(part) <= _ids(padded)]
+                narrow = [part for part in on if used_ids(part) and used_ids(part) <= column_ids(padded)]
                 on = [part for part in on if part not in narrow]
                 if kind == "left":
                     to_right += narrow
                 else:
                     to_left += narrow
-            node: Plan = Join(kind, _push_filters(left, to_left), _push_filters(right, to_right), conjunction(on))
+            node: Plan = Join(kind, push_filters(left, to_left), push_filters(right, to_right), conjunction(on))
             return _filtered(node, rest)
         case Exists(left=left, right=right, condition=condition, mark=mark):
-            down = [part for part in parts if used_ids(part) <= _ids(left)]
+            down = [part for part in parts if used_ids(part) <= column_ids(left)]
             rest = [part for part in parts if part not in down]
             on = conjuncts(condition)
-            narrow = [part for part in on if used_ids(part) and used_ids(part) <= _ids(right)]
+            narrow = [part for part in on if used_ids(part) and used_ids(part) <= column_ids(right)]
             on = [part for part in on if part not in narrow]
-            node = Exists(_push_filters(left, down), _push_filters(right, narrow), conjunction(on), mark)
+            node = Exists(push_filters(left, down), push_filters(right, narrow), conjunction(on), mark)
             return _filtered(node, rest)
         case Aggregate(input=child, keys=keys):
             down = [part for part in parts if keys and used_ids(part) <= {column.id for column in keys}]
             rest = [part for part in parts if part not in down]
-            return _filtered(replace(plan, input=_push_filters(child, down)), rest)
+            return _filtered(replace(plan, input=push_filters(child, down)), rest)
         case UnionAll(inputs=inputs, columns=columns):
             pushed = []
             for child in inputs:
                 mapping = {ours.id: theirs.ref() for ours, theirs in zip(columns, child.columns, strict=True)}
-                pushed.append(_push_filters(child, [substitute(part, mapping) for part in parts]))
+                pushed.append(push_filters(child, [substitute(part, mapping) for part in parts]))
             return UnionAll(tuple(pushed), columns)
         case _:
             return _filtered(plan, parts)

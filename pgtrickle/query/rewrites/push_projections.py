@@ -15,10 +15,10 @@ from pgtrickle.query.plan import (
     rebuild,
     used_ids,
 )
-from pgtrickle.query.rewrites.columns import _ids, substitute
+from pgtrickle.query.rewrites.columns import column_ids, substitute
 
 
-def _push_items(plan: Plan) -> Plan:
+def push_projections(plan: Plan) -> Plan:
     """Projected expressions that read one side of a join are computed on that side."""
     if isinstance(plan, Project):
         child = plan.input
@@ -30,7 +30,7 @@ def _push_items(plan: Plan) -> Plan:
             plan = _split_items(plan, child)
         elif isinstance(child, Filter) and isinstance(child.input, Join):
             plan = _split_items(plan, child.input, child.condition)
-    return rebuild(plan, _push_items)
+    return rebuild(plan, push_projections)
 
 
 def _split_items(plan: Project, join: Join, condition: exp.Expression | None = None) -> Project:
@@ -39,7 +39,9 @@ def _split_items(plan: Project, join: Join, condition: exp.Expression | None = N
     extra: dict[str, list[tuple[Column, exp.Expression]]] = {"left": [], "right": []}
     items: list[tuple[Column, exp.Expression]] = []
     for column, value in plan.items:
-        home = next((side for side in sides if used_ids(value) and used_ids(value) <= _ids(getattr(join, side))), None)
+        home = next(
+            (side for side in sides if used_ids(value) and used_ids(value) <= column_ids(getattr(join, side))), None
+        )
         if home is not None and not isinstance(value, exp.Column):
             extra[home].append((column, value))
             items.append((column, column.ref()))

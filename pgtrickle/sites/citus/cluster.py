@@ -122,7 +122,7 @@ class Cluster:
         """Let every node capture the changes of distributed tables, and read them from there."""
         if not tables:
             return
-        nodes = self._settle()
+        nodes = self._register_nodes()
         administers = is_administrator(self.home)
         for table in tables:
             row = self.home.execute(
@@ -172,7 +172,7 @@ class Cluster:
         for table in self.behind(pgt_id):
             self._fit(table)
 
-    def settle(self) -> bool:
+    def update_nodes(self) -> bool:
         """Have nodes that came since capture what they will get, and forget those that left; whether there were any."""
         rows = self.home.execute("SELECT relid::oid::bigint FROM pgtrickle._unsettled_tables() AS relid").fetchall()
         self.spread([relid for (relid,) in rows])
@@ -194,7 +194,7 @@ class Cluster:
         row = self.home.execute("SELECT pgtrickle._has_citus() AND pgtrickle._citus_group() = 0").fetchone()
         if row != (True,):
             return
-        self._settle()
+        self._register_nodes()
         tables = "SELECT relid::oid::bigint FROM pgtrickle.pgt_sharded_tables WHERE database_set = '@cluster'"
         for (table,) in self.home.execute(tables).fetchall():
             self._fit(table)
@@ -215,7 +215,7 @@ class Cluster:
                     if installed_version(conn) is not None:
                         uninstall(conn)
 
-    def _settle(self) -> dict[int, str]:
+    def _register_nodes(self) -> dict[int, str]:
         """Make the nodes known here, with a catalog of their own; gives their names by their groups."""
         rows = self.home.execute(
             "SELECT n.groupid, pgtrickle._node_name(n.groupid), format('host=%s port=%s', n.host, n.port), d.dsn"
