@@ -15,7 +15,7 @@ from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
 from tests.support.pgbouncer import Pooler, pgbouncer_program, pooler_before
-from tests.support.three import Three, three_databases
+from tests.support.remote_shop import Three, three_databases
 
 VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
 

@@ -18,7 +18,7 @@ from pgtrickle.errors import (
     SourceLockedError,
 )
 from tests.support.citus_shop import QUERIES, Shop, needs_citus
-from tests.support.trap import TRAP, caught, set_trap
+from tests.support.shadow_operators import TRAP, caught, set_trap
 
 pytestmark = needs_citus
 

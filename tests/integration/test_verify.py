@@ -18,9 +18,9 @@ from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError
 from tests.support.database import TestDatabase
+from tests.support.remote_shop import QUERIES as ACROSS
+from tests.support.remote_shop import Three
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES as ACROSS
-from tests.support.three import Three
 
 pytestmark = pytest.mark.pgversions
 

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 import pgtrickle
+from tests.security.hostile_tables import set_trap
 from tests.security.roles import REFUSED, Roles
-from tests.security.traps import set_trap
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 

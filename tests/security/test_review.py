@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 import pgtrickle
+from tests.security.hostile_tables import set_trap
 from tests.security.roles import Roles, Worker
-from tests.security.traps import set_trap
 from tests.support.oracle import assert_equal_to_query
 
 pytestmark = pytest.mark.pgversions

@@ -9,8 +9,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.errors import PgtrickleError
+from tests.security.hostile_tables import set_trap_in
 from tests.security.roles import Roles
-from tests.security.traps import set_trap_in
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import running_service, until
 

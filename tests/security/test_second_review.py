@@ -13,8 +13,8 @@ import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.refresh.results import Outcome
+from tests.security.hostile_tables import set_trap, set_trap_in
 from tests.security.roles import Roles
-from tests.security.traps import set_trap, set_trap_in
 from tests.support.database import fresh_database
 from tests.support.oracle import assert_equal_to_query
 

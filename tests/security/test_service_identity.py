@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests.security.hostile_tables import plain_query, set_trap, set_trap_in
 from tests.security.roles import Roles
-from tests.security.traps import plain_query, set_trap, set_trap_in
 
 pytestmark = pytest.mark.pgversions
 

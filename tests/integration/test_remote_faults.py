@@ -17,8 +17,8 @@ import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError
 from pgtrickle.sites.remote import connections
+from tests.support.remote_shop import QUERIES, Three
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES, Three
 
 Connection = psycopg.Connection[Any]
 

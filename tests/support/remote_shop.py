@@ -53,7 +53,9 @@ CHANGES = {
         "DELETE FROM items WHERE id = {b}",
     ],
 }
-_CASES = tomllib.loads((Path(__file__).parent.parent / "fixtures" / "across.toml").read_text(encoding="utf-8"))
+_CASES = tomllib.loads(
+    (Path(__file__).parent.parent / "fixtures" / "remote_databases.toml").read_text(encoding="utf-8")
+)
 QUERIES: dict[str, str] = {name: case["query"].strip() for name, case in _CASES.items()}
 READERS: dict[str, str] = {name: case["reads"] for name, case in _CASES.items() if "reads" in case}
 

@@ -1,6 +1,6 @@
 """Every statement and every setting that the seeds 000 and 004 print, as printed, against a live service.
 
-What is printed stands in tests/fixtures/seeds, what it means here in docs/reference/seeds.md.
+What is printed stands in tests/fixtures/compatibility, what it means here in docs/reference/compatibility.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.pgversions
 Connection = psycopg.Connection[Any]
 Row = dict[str, Any]
 
-SEEDS = Path(__file__).parents[1] / "fixtures" / "seeds"
+SEEDS = Path(__file__).parents[1] / "fixtures" / "compatibility"
 SCALING = tomllib.loads((SEEDS / "004_scaling.toml").read_text(encoding="utf-8"))
 DATABASES = tomllib.loads((SEEDS / "000_several_databases.toml").read_text(encoding="utf-8"))
 

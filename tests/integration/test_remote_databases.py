@@ -12,11 +12,11 @@ import pytest
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import InvalidQueryError, NotDifferentiableError, PgtrickleError, PrivilegeError
-from tests.support.across import run_across
 from tests.support.corpus import load_corpus
 from tests.support.database import TestDatabase, fresh_database
+from tests.support.remote_corpus import run_across
+from tests.support.remote_shop import QUERIES, READERS, Three, change
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES, READERS, Three, change
 
 Connection = psycopg.Connection[Any]
 

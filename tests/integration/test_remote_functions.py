@@ -11,8 +11,8 @@ import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import InvalidQueryError, SourceChangedError
 from tests.support.oracle import assert_equal_to_query
+from tests.support.remote_shop import Three
 from tests.support.tenants import tenants
-from tests.support.three import Three
 
 TWICE = "CREATE OR REPLACE FUNCTION twice(n int) RETURNS int {} LANGUAGE sql AS 'SELECT {} * n'"
 QUERY = "SELECT id, twice(rank) AS more, twice(id) AS id2 FROM crm.public.customers WHERE twice(id) > 10"
