@@ -1,4 +1,4 @@
-"""Every statement and every setting that the seeds 000 and 004 print, as printed, against a live service.
+"""Every statement and setting that the scaling guide and the multi-database plan of pg_trickle print, against a live service.
 
 What is printed stands in tests/fixtures/compatibility, what it means here in docs/reference/compatibility.md.
 """
@@ -38,9 +38,9 @@ pytestmark = pytest.mark.pgversions
 Connection = psycopg.Connection[Any]
 Row = dict[str, Any]
 
-SEEDS = Path(__file__).parents[1] / "fixtures" / "compatibility"
-SCALING = tomllib.loads((SEEDS / "004_scaling.toml").read_text(encoding="utf-8"))
-DATABASES = tomllib.loads((SEEDS / "000_several_databases.toml").read_text(encoding="utf-8"))
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "compatibility"
+SCALING = tomllib.loads((FIXTURES / "scaling.toml").read_text(encoding="utf-8"))
+DATABASES = tomllib.loads((FIXTURES / "several_databases.toml").read_text(encoding="utf-8"))
 
 TOTALS = "SELECT grp, count(*) AS n, sum(val) AS total FROM item GROUP BY grp"
 LEASE_SECONDS = 3.0  # the service tells what it uses three times as often
@@ -56,7 +56,7 @@ def value(conn: Connection, query: str, *parameters: object) -> Any:
 
 
 def run(conn: Connection, statement: dict[str, Any]) -> list[Row]:
-    """What a statement of a seed returns, which has the columns that the seed names."""
+    """What a statement returns, which has the columns that its page names."""
     cursor = conn.cursor(row_factory=dict_row).execute(statement.get("run", statement["printed"]).encode())
     assert cursor.description is not None
     assert set(statement["columns"]) <= {column.name for column in cursor.description}
@@ -99,7 +99,7 @@ class Busy:
 @pytest.fixture(scope="module")
 def live(server: EmbeddedServer) -> Iterator[Live]:
     with (
-        fresh_database(server, "seeds") as database,
+        fresh_database(server, "compatibility") as database,
         psycopg.connect(database.direct_dsn, autocommit=True) as owner,
         psycopg.connect(database.direct_dsn_as(database.create_role("visitor")), autocommit=True) as visitor,
     ):
@@ -309,7 +309,7 @@ def test_objects_of_the_plan_for_several_databases(live: Live) -> None:
 
 
 def test_there_is_no_extension(live: Live) -> None:
-    """`pgtrickle install` stands for it: this database has all that the seeds name."""
+    """`pgtrickle install` stands for it: this database has all that the pages name."""
     with psycopg.connect(live.database.superuser_dsn, autocommit=True) as superuser:
         for conn in (live.owner, superuser):
             with pytest.raises(psycopg.errors.FeatureNotSupported, match="not available"):
@@ -371,12 +371,12 @@ class Tuned:
 
 def included(server: EmbeddedServer) -> Path:
     """A file that the server's postgresql.conf includes."""
-    return server.data_dir / "seed.conf"
+    return server.data_dir / "printed.conf"
 
 
 @contextmanager
 def own_server(version: ServerVersion) -> Iterator[EmbeddedServer]:
-    base = Path(tempfile.mkdtemp(prefix="pgtrickle-seeds-"))
+    base = Path(tempfile.mkdtemp(prefix="pgtrickle-compatibility-"))
     try:
         with EmbeddedServer(base / "data", version=version, settings=SERVER_SETTINGS) as server:
             with (server.data_dir / "postgresql.conf").open("a") as config:
@@ -548,7 +548,7 @@ def test_a_comment_of_sql_is_none_in_postgresql_conf(tuned: Tuned) -> None:
     tuned.configure(SCALING["settings"]["tiered_scheduling"]["printed"])
     try:
         with tuned.superuser() as conn:
-            wrong = "SELECT error FROM pg_file_settings WHERE error IS NOT NULL AND sourcefile LIKE '%seed.conf'"
+            wrong = "SELECT error FROM pg_file_settings WHERE error IS NOT NULL AND sourcefile LIKE '%printed.conf'"
             assert rows(conn, wrong) == [{"error": "syntax error"}]
     finally:
         tuned.configure("")
@@ -638,9 +638,9 @@ def test_an_ordinary_role_cannot_attach_settings_to_a_database(tuned: Tuned) -> 
 
 
 def test_a_server_that_is_to_load_the_library_does_not_start(pg_version: ServerVersion) -> None:
-    """The one line of the seeds that must not be taken over: there is no library."""
+    """The one printed line that must not be taken over: there is no library."""
     name, _, library = DATABASES["settings"]["shared_preload_libraries"]["printed"].partition(" = ")
-    base = Path(tempfile.mkdtemp(prefix="pgtrickle-seeds-"))
+    base = Path(tempfile.mkdtemp(prefix="pgtrickle-compatibility-"))
     try:
         server = EmbeddedServer(base / "data", version=pg_version, settings={"fsync": "off", name: library.strip("'")})
         with pytest.raises(EmbeddedServerError, match='could not access file "pg_trickle"'):

@@ -14,8 +14,8 @@ from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import InvalidQueryError, NotDifferentiableError, PgtrickleError, PrivilegeError
 from tests.support.corpus import load_corpus
 from tests.support.database import TestDatabase, fresh_database
-from tests.support.remote_corpus import run_across
-from tests.support.remote_shop import QUERIES, READERS, Three, change
+from tests.support.remote_corpus import run_remote_corpus
+from tests.support.remote_shop import QUERIES, READERS, RemoteShop, change
 from tests.support.service import running_service, until
 
 Connection = psycopg.Connection[Any]
@@ -24,33 +24,33 @@ DIRECT = [name for name in QUERIES if name not in READERS]
 
 
 @pytest.fixture
-def db(three: Three) -> Iterator[pgtrickle.Database]:
-    with pgtrickle.connect(three.home.dsn) as db:
+def db(remote_shop: RemoteShop) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(remote_shop.home.dsn) as db:
         yield db
 
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(10, marks=pytest.mark.long)])
-def test_exact_at_every_cut(three: Three, rounds: int) -> None:
+def test_exact_at_every_cut(remote_shop: RemoteShop, rounds: int) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    long = {name: psycopg.connect(database.direct_dsn) for name, database in three.databases.items()}
+    long = {name: psycopg.connect(database.direct_dsn) for name, database in remote_shop.databases.items()}
     racing = [False]
 
     def on_step(step: str) -> None:
         # What the cut saw is what is committed now; what is written from now on it did not see.
         if step == "cut" and racing[0]:
             racing[0] = False
-            three.load_oracle()
-            for name in three.databases:
-                change(three.conns[name], name, chance)
+            remote_shop.load_oracle()
+            for name in remote_shop.databases:
+                change(remote_shop.conns[name], name, chance)
 
-    with pgtrickle.connect(three.home.dsn, on_step=on_step) as db:
+    with pgtrickle.connect(remote_shop.home.dsn, on_step=on_step) as db:
         for name, query in QUERIES.items():
             assert db.create_stream_table(name, query, initialize=False).effective_mode == "DIFFERENTIAL"
         for number in range(rounds + 1):
-            for name in three.databases if number else ():
-                change(three.conns[name], name, chance)
+            for name in remote_shop.databases if number else ():
+                change(remote_shop.conns[name], name, chance)
                 if chance.random() < 0.4:
                     change(long[name], name, chance)  # stays open over some refreshes
                 elif chance.random() < 0.3:
@@ -61,30 +61,30 @@ def test_exact_at_every_cut(three: Three, rounds: int) -> None:
             for result in db.refresh(DIRECT):
                 assert number == 0 or result.action in {"DIFFERENTIAL", "NO_DATA"}, result
             assert not racing[0]
-            three.assert_exact(*DIRECT)
+            remote_shop.assert_exact(*DIRECT)
         for conn in long.values():
             conn.commit()
             conn.close()
         db.refresh(list(QUERIES))
-        three.load_oracle()
-        three.assert_exact(*QUERIES)
+        remote_shop.load_oracle()
+        remote_shop.assert_exact(*QUERIES)
 
 
 def test_the_corpus_over_two_databases(database: TestDatabase, server: EmbeddedServer) -> None:
     queries = load_corpus()[::8]
     with fresh_database(server, "other") as other:
-        accepted, refused = run_across(database, other, queries, 20261116, rounds=1)
+        accepted, refused = run_remote_corpus(database, other, queries, 20261116, rounds=1)
     assert len(accepted) > 6 * len(refused), refused
 
 
 @pytest.mark.long
 def test_the_whole_corpus_over_two_databases(database: TestDatabase, server: EmbeddedServer) -> None:
     with fresh_database(server, "other") as other:
-        accepted, refused = run_across(database, other, load_corpus(), 20261117, rounds=8)
+        accepted, refused = run_remote_corpus(database, other, load_corpus(), 20261117, rounds=8)
     assert len(accepted) > 6 * len(refused), refused
 
 
-def test_what_cannot_be_is_refused_with_the_reason(three: Three, db: pgtrickle.Database) -> None:
+def test_what_cannot_be_is_refused_with_the_reason(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     with pytest.raises(NotDifferentiableError, match=r"reads other databases.*LIMIT"):
         db.create_stream_table("few", "SELECT id FROM crm.public.customers ORDER BY id LIMIT 3")
     with pytest.raises(NotDifferentiableError, match="LIKE"):
@@ -106,37 +106,37 @@ def test_what_cannot_be_is_refused_with_the_reason(three: Three, db: pgtrickle.D
     assert db.stream_tables() == []
 
 
-def test_two_tables_of_one_schema(three: Three, db: pgtrickle.Database) -> None:
-    three.conns["crm"].execute("CREATE TABLE visits (id int PRIMARY KEY, customer int)")
-    three.conns["crm"].execute("INSERT INTO visits SELECT i, i % 30 FROM generate_series(1, 50) AS i")
+def test_two_tables_of_one_schema(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    remote_shop.conns["crm"].execute("CREATE TABLE visits (id int PRIMARY KEY, customer int)")
+    remote_shop.conns["crm"].execute("INSERT INTO visits SELECT i, i % 30 FROM generate_series(1, 50) AS i")
     db.create_stream_table(
         "seen", "SELECT v.id, c.region FROM crm.public.visits AS v JOIN crm.public.customers AS c ON c.id = v.customer"
     )
-    three.conns["crm"].execute("UPDATE visits SET customer = 1 WHERE id < 20")
+    remote_shop.conns["crm"].execute("UPDATE visits SET customer = 1 WHERE id < 20")
     assert db.refresh("seen")[0].action == "DIFFERENTIAL"
     query = "SELECT v.id, c.region FROM visits AS v JOIN customers AS c ON c.id = v.customer"
-    expected = three.conns["crm"].execute(query).fetchall()
-    assert sorted(three.conns["home"].execute("SELECT id, region FROM seen").fetchall()) == sorted(expected)
+    expected = remote_shop.conns["crm"].execute(query).fetchall()
+    assert sorted(remote_shop.conns["home"].execute("SELECT id, region FROM seen").fetchall()) == sorted(expected)
 
 
-def test_names_in_three_parts_are_found_where_sql_has_them(three: Three, db: pgtrickle.Database) -> None:
+def test_names_in_three_parts_are_found_where_sql_has_them(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     query = """
     SELECT customers.id, 'crm.public.customers' AS "crm.public.x", -- crm.public.nobody
            crm.public.customers.region, $$ crm.public.nobody $$ AS quoted /* crm.public.nobody /* nested */ crm.public.nobody */
     FROM "crm" . PUBLIC . Customers WHERE E'\\'crm.public.nobody' IS NOT NULL
     """
     db.create_stream_table("odd", query)
-    row = three.conns["home"].execute('SELECT id, "crm.public.x", quoted FROM odd WHERE id = 3').fetchone()
+    row = remote_shop.conns["home"].execute('SELECT id, "crm.public.x", quoted FROM odd WHERE id = 3').fetchone()
     assert row == (3, "crm.public.customers", " crm.public.nobody ")
 
 
-def test_databases_are_registered_once_under_a_free_name(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.databases["crm"].dsn
+def test_databases_are_registered_once_under_a_free_name(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm = remote_shop.databases["crm"].dsn
     with pytest.raises(InvalidQueryError, match="crm2 is the same database as crm"):
         db.add_database("crm2", crm)
     with pytest.raises(InvalidQueryError, match="myself is this database itself"):
-        db.add_database("myself", three.home.dsn)
-    for name in ("public", three.home.name, "Upper", "with.dot"):
+        db.add_database("myself", remote_shop.home.dsn)
+    for name in ("public", remote_shop.home.name, "Upper", "with.dot"):
         with pytest.raises(InvalidQueryError):
             db.add_database(name, crm)
     assert [one.name for one in db.databases()] == ["crm", "stock"]
@@ -146,40 +146,42 @@ def test_databases_are_registered_once_under_a_free_name(three: Three, db: pgtri
     db.drop_stream_table("named")
     db.remove_database("crm")
     assert [one.name for one in db.databases()] == ["stock"]
-    schemas = three.conns["home"].execute("SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'crm.%'").fetchone()
+    schemas = (
+        remote_shop.conns["home"].execute("SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'crm.%'").fetchone()
+    )
     assert schemas == (0,)
 
 
-def test_only_who_may_reads_a_registered_database(three: Three, db: pgtrickle.Database) -> None:
-    role = three.home.create_role("analyst")
-    home = three.conns["home"]
+def test_only_who_may_reads_a_registered_database(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    role = remote_shop.home.create_role("analyst")
+    home = remote_shop.conns["home"]
     home.execute(f"GRANT CREATE, USAGE ON SCHEMA public TO {role}; GRANT SELECT, TRIGGER ON orders TO {role}".encode())
-    with pgtrickle.connect(three.home.dsn_as(role)) as theirs:
+    with pgtrickle.connect(remote_shop.home.dsn_as(role)) as theirs:
         with pytest.raises(PrivilegeError, match="may not read tables of the registered database crm"):
             theirs.create_stream_table("named", QUERIES["named"])
         with pytest.raises(PrivilegeError, match="may not register databases"):
-            theirs.add_database("stock2", three.databases["stock"].dsn)
-    db.add_database("crm", three.databases["crm"].dsn, roles=[role])
+            theirs.add_database("stock2", remote_shop.databases["stock"].dsn)
+    db.add_database("crm", remote_shop.databases["crm"].dsn, roles=[role])
     with (
-        pgtrickle.connect(three.home.dsn_as(role)) as theirs,
+        pgtrickle.connect(remote_shop.home.dsn_as(role)) as theirs,
         pytest.raises(PrivilegeError, match=r"may not make table public\.customers of database crm known here"),
     ):
         theirs.create_stream_table("named", QUERIES["named"])
     db.import_table("crm", "public.customers")
-    with pgtrickle.connect(three.home.dsn_as(role)) as theirs:
+    with pgtrickle.connect(remote_shop.home.dsn_as(role)) as theirs:
         theirs.create_stream_table("named", QUERIES["named"], initialize=False)
         theirs.conn.execute("GRANT SELECT ON named TO app")
     db.refresh("named")
-    three.load_oracle()
-    three.assert_exact("named")
+    remote_shop.load_oracle()
+    remote_shop.assert_exact("named")
     # A right that is taken back suspends what needs it.
-    db.add_database("crm", three.databases["crm"].dsn)
+    db.add_database("crm", remote_shop.databases["crm"].dsn)
     with pytest.raises(PrivilegeError, match=r"may not read .* of \"crm.public\".customers"):
         db.refresh("named")
 
 
-def test_a_dropped_stream_table_leaves_nothing_elsewhere(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.conns["crm"]
+def test_a_dropped_stream_table_leaves_nothing_elsewhere(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm = remote_shop.conns["crm"]
     triggers = "SELECT count(*) FROM pg_trigger WHERE tgrelid = 'customers'::regclass AND tgname LIKE 'pgtrickle%'"
     db.create_stream_table("named", QUERIES["named"])
     db.create_stream_table("buyers", QUERIES["buyers"])
@@ -191,15 +193,17 @@ def test_a_dropped_stream_table_leaves_nothing_elsewhere(three: Three, db: pgtri
     assert crm.execute("SELECT count(*) FROM pgtrickle.pgt_consumers").fetchone() == (0,)
 
 
-def test_uninstall_leaves_nothing_of_other_databases(three: Three, db: pgtrickle.Database) -> None:
+def test_uninstall_leaves_nothing_of_other_databases(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     db.create_stream_table("named", QUERIES["named"])
     assert db.uninstall() == []
     left = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'crm.%' OR nspname LIKE 'pgtrickle%'"
-    assert three.conns["home"].execute(left).fetchall() == []
+    assert remote_shop.conns["home"].execute(left).fetchall() == []
 
 
-def test_changes_are_kept_until_all_who_read_them_have_stored_them(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.conns["crm"]
+def test_changes_are_kept_until_all_who_read_them_have_stored_them(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
+    crm = remote_shop.conns["crm"]
     waiting = "SELECT count(*) FROM pgtrickle_changes.pgt_activity"
     db.create_stream_table("named", QUERIES["named"])
     db.create_stream_table("buyers", QUERIES["buyers"])
@@ -209,40 +213,40 @@ def test_changes_are_kept_until_all_who_read_them_have_stored_them(three: Three,
     crm.execute("SELECT pgtrickle._purge(source_stable_name) FROM pgtrickle.pgt_change_tracking")
     assert crm.execute(waiting).fetchone() != (0,)  # buyers has seen none of them
     db.refresh("buyers")
-    three.load_oracle()
-    three.assert_exact("named", "buyers")
+    remote_shop.load_oracle()
+    remote_shop.assert_exact("named", "buyers")
     for _ in range(2):  # what a refresh has stored is known there with the next one
         crm.execute("UPDATE customers SET vip = NOT vip, region = region || '!'")
         db.refresh(["named", "buyers"])
     assert crm.execute(waiting).fetchone() == (1,)
 
 
-def test_columns_elsewhere_are_renamed_added_and_dropped(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.conns["crm"]
+def test_columns_elsewhere_are_renamed_added_and_dropped(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm = remote_shop.conns["crm"]
     db.create_stream_table("named", QUERIES["named"])
     crm.execute("ALTER TABLE customers RENAME COLUMN region TO area")
     crm.execute("ALTER TABLE customers ADD COLUMN more int DEFAULT 7")
     crm.execute("UPDATE customers SET area = 'moved' WHERE id < 5")
     db.refresh("named")
-    assert three.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'moved'").fetchone() != (0,)
+    assert remote_shop.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'moved'").fetchone() != (0,)
     db.create_stream_table("more", "SELECT id, area, more FROM crm.public.customers")
     crm.execute("ALTER TABLE customers RENAME COLUMN area TO region")
     db.refresh(["named", "more"])
-    three.conns["crm"].execute("ALTER TABLE customers DROP COLUMN more")
+    remote_shop.conns["crm"].execute("ALTER TABLE customers DROP COLUMN more")
     with pytest.raises(PgtrickleError, match=r"column more of crm\.public\.customers was dropped"):
         db.refresh("more")
     crm.execute("UPDATE customers SET region = 'again' WHERE id = 7")
     with pytest.raises(PgtrickleError, match="column more"):
         db.refresh(["more", "named"])  # the others are refreshed all the same
-    assert three.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'again'").fetchone() != (0,)
+    assert remote_shop.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'again'").fetchone() != (0,)
     crm.execute("ALTER TABLE customers RENAME TO clients")
     crm.execute("UPDATE clients SET region = 'renamed' WHERE id = 8")
     db.refresh("named")
-    assert three.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'renamed'").fetchone() != (0,)
+    assert remote_shop.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'renamed'").fetchone() != (0,)
 
 
-def test_a_key_that_is_dropped_elsewhere_is_no_key_here(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.conns["crm"]
+def test_a_key_that_is_dropped_elsewhere_is_no_key_here(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm = remote_shop.conns["crm"]
     db.create_stream_table("plain", "SELECT id, region FROM crm.public.customers")
     crm.execute("ALTER TABLE customers DROP CONSTRAINT customers_pkey")
     crm.execute("INSERT INTO customers VALUES (1, 'twice', 1, true)")
@@ -250,8 +254,8 @@ def test_a_key_that_is_dropped_elsewhere_is_no_key_here(three: Three, db: pgtric
         db.refresh("plain")
 
 
-def test_a_partition_elsewhere_makes_it_start_over(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.conns["crm"]
+def test_a_partition_elsewhere_makes_it_start_over(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm = remote_shop.conns["crm"]
     crm.execute("CREATE TABLE visits (id int, day int) PARTITION BY LIST (day)")
     crm.execute("CREATE TABLE visits_1 PARTITION OF visits FOR VALUES IN (1)")
     crm.execute("INSERT INTO visits SELECT i, 1 FROM generate_series(1, 5) AS i")
@@ -261,7 +265,7 @@ def test_a_partition_elsewhere_makes_it_start_over(three: Three, db: pgtrickle.D
     assert [result.action for result in db.refresh("per_day")] == ["REINITIALIZE"]
     crm.execute("INSERT INTO visits VALUES (9, 2)")
     assert [result.action for result in db.refresh("per_day")] == ["DIFFERENTIAL"]
-    found = three.conns["home"].execute("SELECT day, n FROM per_day ORDER BY 1").fetchall()
+    found = remote_shop.conns["home"].execute("SELECT day, n FROM per_day ORDER BY 1").fetchall()
     assert found == [(1, 5), (2, 8)]
     crm.execute("TRUNCATE visits")
     (result,) = db.refresh("per_day")
@@ -277,9 +281,11 @@ def test_a_partition_elsewhere_makes_it_start_over(three: Three, db: pgtrickle.D
     ],
     ids=["same type", "there and back", "among others"],
 )
-def test_values_that_are_computed_anew_elsewhere(three: Three, db: pgtrickle.Database, statements: list[str]) -> None:
+def test_values_that_are_computed_anew_elsewhere(
+    remote_shop: RemoteShop, db: pgtrickle.Database, statements: list[str]
+) -> None:
     """No trigger tells, and no view of ours is there to keep it from happening."""
-    crm, home = three.conns["crm"], three.conns["home"]
+    crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     crm.execute("CREATE TABLE buyers (id int PRIMARY KEY, region text, spent int)")
     crm.execute("INSERT INTO buyers SELECT i, 'r', i FROM generate_series(1, 10) AS i")
     db.create_stream_table("bought", "SELECT id, spent FROM crm.public.buyers")
@@ -300,8 +306,8 @@ def test_values_that_are_computed_anew_elsewhere(three: Three, db: pgtrickle.Dat
     assert home.execute("SELECT sum(spent) FROM bought").fetchone() == (10_100,)
 
 
-def test_types_of_their_own_must_be_the_same_in_both(three: Three, db: pgtrickle.Database) -> None:
-    crm, home = three.conns["crm"], three.conns["home"]
+def test_types_of_their_own_must_be_the_same_in_both(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     crm.execute("CREATE TYPE mood AS ENUM ('sad', 'happy'); CREATE DOMAIN code AS varchar(5) CHECK (value <> '')")
     crm.execute("CREATE TABLE moods (id int PRIMARY KEY, mood mood, code code, tags text[], at timestamptz)")
     crm.execute("INSERT INTO moods VALUES (1, 'happy', 'abc', '{a,b}', '2026-01-01'), (2, 'sad', NULL, NULL, NULL)")
@@ -329,8 +335,8 @@ def _freshness(conn: psycopg.Connection[Any], name: str) -> tuple[bool, bool]:
     return row[0], row[1]
 
 
-def test_a_service_follows_other_databases(three: Three, db: pgtrickle.Database) -> None:
-    home, crm = three.conns["home"], three.conns["crm"]
+def test_a_service_follows_other_databases(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    home, crm = remote_shop.conns["home"], remote_shop.conns["crm"]
     db.import_table("crm", "public.customers")
     # In SQL: what is named must be known, and is captured there when it is first read.
     with pytest.raises(psycopg.errors.UndefinedTable, match="not known here yet"):
@@ -338,7 +344,7 @@ def test_a_service_follows_other_databases(three: Three, db: pgtrickle.Database)
     home.execute("SELECT pgtrickle.create_stream_table('named', %s, '1s')", (QUERIES["named"],))
     home.execute("SELECT pgtrickle.create_stream_table('own', 'SELECT n, count(*) AS c FROM orders GROUP BY n', '1s')")
     home.execute("SELECT pgtrickle.create_stream_table('lagging', %s, '1s')", (QUERIES["named"],))
-    with running_service(three.home.dsn, three.home.name):
+    with running_service(remote_shop.home.dsn, remote_shop.home.name):
         until(lambda: home.execute("SELECT count(*) > 0 FROM named").fetchone() == (True,))
         until(lambda: home.execute("SELECT count(*) > 0 FROM lagging").fetchone() == (True,))
         crm.execute("UPDATE customers SET region = 'followed' WHERE id = 3")

@@ -17,7 +17,7 @@ import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError
 from pgtrickle.sites.remote import connections
-from tests.support.remote_shop import QUERIES, Three
+from tests.support.remote_shop import QUERIES, RemoteShop
 from tests.support.service import running_service, until
 
 Connection = psycopg.Connection[Any]
@@ -29,18 +29,20 @@ def _tries_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def db(three: Three) -> Iterator[pgtrickle.Database]:
-    with pgtrickle.connect(three.home.dsn) as db:
+def db(remote_shop: RemoteShop) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(remote_shop.home.dsn) as db:
         yield db
 
 
-def _exact(three: Three, *names: str) -> None:
-    three.load_oracle()
-    three.assert_exact(*names)
+def _exact(remote_shop: RemoteShop, *names: str) -> None:
+    remote_shop.load_oracle()
+    remote_shop.assert_exact(*names)
 
 
-def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(three: Three, db: pgtrickle.Database) -> None:
-    home, stock = three.conns["home"], three.databases["stock"].server
+def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
+    home, stock = remote_shop.conns["home"], remote_shop.databases["stock"].server
     db.create_stream_table("lines", QUERIES["lines"])
     db.create_stream_table("named", QUERIES["named"])
     before = home.execute("SELECT count(*) FROM lines").fetchone()
@@ -54,13 +56,13 @@ def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(three: Three
     assert status["public.lines"].status == "ERROR"
     assert status["public.named"].last_error is None  # who does not read it is refreshed all the same
     stock.start()
-    three.reconnect()
+    remote_shop.reconnect()
     assert {result.action for result in db.refresh(["lines", "named"])} == {"DIFFERENTIAL", "NO_DATA"}
-    _exact(three, "lines", "named")
+    _exact(remote_shop, "lines", "named")
 
 
-def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(three: Three) -> None:
-    stock = three.databases["stock"].server
+def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(remote_shop: RemoteShop) -> None:
+    stock = remote_shop.databases["stock"].server
     crash: list[str] = []
 
     def on_step(step: str) -> None:
@@ -69,13 +71,13 @@ def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(three: 
             stock.kill()
             stock.start()
 
-    with pgtrickle.connect(three.home.dsn, on_step=on_step) as db:
+    with pgtrickle.connect(remote_shop.home.dsn, on_step=on_step) as db:
         db.create_stream_table("lines", QUERIES["lines"])
         for step in ("spark", "load", "committed"):
             crash[:] = [step]
             # Seen by the cut, and gone with the server unless something makes sure that it is on disk.
-            three.conns["stock"].execute("SET synchronous_commit = off")
-            three.conns["stock"].execute("UPDATE items SET price = price + 1000 WHERE id < 9")
+            remote_shop.conns["stock"].execute("SET synchronous_commit = off")
+            remote_shop.conns["stock"].execute("UPDATE items SET price = price + 1000 WHERE id < 9")
             refused = step == "spark"
             if refused:
                 with pytest.raises(DatabaseFailedError, match="database stock"):
@@ -83,46 +85,48 @@ def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(three: 
             else:
                 db.refresh("lines")
             assert crash == []
-            three.reconnect()
-            lost = three.conns["stock"].execute("SELECT count(*) FROM items WHERE price > 1000").fetchone() == (0,)
+            remote_shop.reconnect()
+            lost = remote_shop.conns["stock"].execute("SELECT count(*) FROM items WHERE price > 1000").fetchone() == (
+                0,
+            )
             assert lost == refused  # what was not proved is gone, and what was applied is there
             # Other transactions under the numbers of those that went.
-            three.conns["stock"].execute("UPDATE items SET price = price + 1 WHERE id > 5")
+            remote_shop.conns["stock"].execute("UPDATE items SET price = price + 1 WHERE id > 5")
             (result,) = db.refresh("lines")
             assert result.action == "DIFFERENTIAL"
-            _exact(three, "lines")
+            _exact(remote_shop, "lines")
 
 
-def test_a_server_that_was_restored_to_before_the_last_refresh(three: Three, db: pgtrickle.Database) -> None:
-    stock = three.databases["stock"].server
+def test_a_server_that_was_restored_to_before_the_last_refresh(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    stock = remote_shop.databases["stock"].server
     db.create_stream_table("lines", QUERIES["lines"])
     db.create_stream_table("named", QUERIES["named"])
     with _backup(stock) as restore:
-        three.reconnect()
-        three.conns["stock"].execute("UPDATE items SET price = price + 500 WHERE id < 9")
+        remote_shop.reconnect()
+        remote_shop.conns["stock"].execute("UPDATE items SET price = price + 500 WHERE id < 9")
         db.refresh("lines")
-        _exact(three, "lines")
-        three.close()
+        _exact(remote_shop, "lines")
+        remote_shop.close()
         restore()
-    three.reconnect()
+    remote_shop.reconnect()
     # As many transactions as there were, and others.
     for price in range(5):
-        three.conns["stock"].execute("UPDATE items SET price = %s WHERE id = 3", (price,))
+        remote_shop.conns["stock"].execute("UPDATE items SET price = %s WHERE id = 3", (price,))
     lines, named = db.refresh(["lines", "named"])
     assert (lines.action, named.action) == ("REINITIALIZE", "NO_DATA")
     assert lines.reason is not None
     assert "database stock was restored" in lines.reason
-    _exact(three, "lines", "named")
-    three.conns["stock"].execute("DELETE FROM items WHERE id = 3")
+    _exact(remote_shop, "lines", "named")
+    remote_shop.conns["stock"].execute("DELETE FROM items WHERE id = 3")
     assert [result.action for result in db.refresh("lines")] == ["DIFFERENTIAL"]
-    _exact(three, "lines")
+    _exact(remote_shop, "lines")
 
 
-def test_a_connection_that_was_closed_a_moment_ago_is_not_used(three: Three, db: pgtrickle.Database) -> None:
-    connections, dsn = db.engine.connections, three.databases["stock"].direct_dsn
+def test_a_connection_that_was_closed_a_moment_ago_is_not_used(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    connections, dsn = db.engine.connections, remote_shop.databases["stock"].direct_dsn
     with connections.open("stock", dsn) as conn:
         pid = conn.info.backend_pid
-    with psycopg.connect(three.databases["stock"].server.dsn(), autocommit=True) as admin:
+    with psycopg.connect(remote_shop.databases["stock"].server.dsn(), autocommit=True) as admin:
         admin.execute("SELECT pg_terminate_backend(%s, 10000)", (pid,))
     with connections.open("stock", dsn) as conn:
         assert conn.execute("SELECT 1").fetchone() == (1,)
@@ -156,10 +160,12 @@ def _replace(copy: Path, target: Path) -> None:
         os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def test_a_renamed_database_is_missed_by_its_name_and_found_again(three: Three, db: pgtrickle.Database) -> None:
-    crm = three.databases["crm"]
+def test_a_renamed_database_is_missed_by_its_name_and_found_again(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
+    crm = remote_shop.databases["crm"]
     db.create_stream_table("named", QUERIES["named"])
-    three.conns["crm"].close()
+    remote_shop.conns["crm"].close()
     renamed = f"{crm.name}_renamed"
     with psycopg.connect(crm.server.dsn(), autocommit=True) as conn:
         rename = sql.SQL("ALTER DATABASE {} RENAME TO {}")
@@ -174,13 +180,13 @@ def test_a_renamed_database_is_missed_by_its_name_and_found_again(three: Three, 
         db.engine.connections.close()
         conn.execute(rename.format(sql.Identifier(renamed), sql.Identifier(crm.name)))
     db.add_database("crm", crm.dsn)
-    three.reconnect()
+    remote_shop.reconnect()
     db.refresh("named")
-    _exact(three, "named")
+    _exact(remote_shop, "named")
 
 
-def test_another_database_in_its_place_makes_it_start_over(three: Three, db: pgtrickle.Database) -> None:
-    crm, stock = three.conns["crm"], three.conns["stock"]
+def test_another_database_in_its_place_makes_it_start_over(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    crm, stock = remote_shop.conns["crm"], remote_shop.conns["stock"]
     db.create_stream_table("named", QUERIES["named"])
     # A dump restored on the other server: the same table, in another place.
     rows = crm.execute("SELECT id, region, rank, vip FROM customers WHERE id > 3").fetchall()
@@ -188,13 +194,13 @@ def test_another_database_in_its_place_makes_it_start_over(three: Three, db: pgt
     with stock.cursor() as cursor:
         cursor.executemany("INSERT INTO customers VALUES (%s, %s, %s, %s)", rows)
     db.remove_database("stock")
-    db.add_database("crm", three.databases["stock"].dsn)
+    db.add_database("crm", remote_shop.databases["stock"].dsn)
     assert [result.action for result in db.refresh("named")] == ["REINITIALIZE"]
     counted = "SELECT count(region) FROM named"
-    there = three.conns["home"].execute(counted).fetchone()
+    there = remote_shop.conns["home"].execute(counted).fetchone()
     stock.execute("DELETE FROM customers WHERE id > 5")
     assert [result.action for result in db.refresh("named")] == ["DIFFERENTIAL"]
-    assert three.conns["home"].execute(counted).fetchone() != there
+    assert remote_shop.conns["home"].execute(counted).fetchone() != there
     # Made anew under its name.
     stock.execute("DROP TABLE customers")
     with pytest.raises(psycopg.errors.UndefinedTable, match=r"has no table public\.customers any more"):
@@ -202,12 +208,14 @@ def test_another_database_in_its_place_makes_it_start_over(three: Three, db: pgt
     stock.execute("CREATE TABLE customers (vip boolean, id int PRIMARY KEY, region text, rank smallint)")
     stock.execute("INSERT INTO customers SELECT NULL, i, 'anew', 1 FROM generate_series(1, 40) AS i")
     assert [result.action for result in db.refresh("named")] == ["REINITIALIZE"]
-    found = three.conns["home"].execute("SELECT DISTINCT region FROM named WHERE region IS NOT NULL").fetchall()
+    found = remote_shop.conns["home"].execute("SELECT DISTINCT region FROM named WHERE region IS NOT NULL").fetchall()
     assert found == [("anew",)]
 
 
-def test_no_secret_is_stored_or_told(three: Three, db: pgtrickle.Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    stock = three.databases["stock"]
+def test_no_secret_is_stored_or_told(
+    remote_shop: RemoteShop, db: pgtrickle.Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = remote_shop.databases["stock"]
     secret = "s3cr3t-Pässword'x"
     role = stock.create_role("guarded")
     with psycopg.connect(stock.superuser_dsn, autocommit=True) as conn:
@@ -239,12 +247,12 @@ def test_no_secret_is_stored_or_told(three: Three, db: pgtrickle.Database, monke
     with pytest.raises(DatabaseFailedError, match="password authentication failed") as later:
         db.refresh("lines")
     told.append(str(later.value))
-    home = three.conns["home"]
+    home = remote_shop.conns["home"]
     for (table,) in home.execute(
         "SELECT c.oid::regclass::text FROM pg_class c WHERE c.relnamespace = 'pgtrickle'::regnamespace AND c.relkind = 'r'"
     ).fetchall():
         told.append(str(home.execute(sql.SQL("SELECT t::text FROM {} t").format(sql.SQL(table))).fetchall()))
-    for server in {database.server.log_path for database in three.databases.values()}:
+    for server in {database.server.log_path for database in remote_shop.databases.values()}:
         told.append(server.read_text(errors="replace"))
     assert not [text for text in told if "s3cr3t" in text]
     db.drop_stream_table("lines")
@@ -261,11 +269,13 @@ def _refused(dsn: str) -> bool:
     return False
 
 
-def test_a_service_goes_on_where_a_database_is_lost_and_when_it_is_back(three: Three, db: pgtrickle.Database) -> None:
-    home, stock = three.conns["home"], three.databases["stock"].server
+def test_a_service_goes_on_where_a_database_is_lost_and_when_it_is_back(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
+    home, stock = remote_shop.conns["home"], remote_shop.databases["stock"].server
     db.create_stream_table("lines", QUERIES["lines"], schedule="1s")
     db.create_stream_table("own", "SELECT n, count(*) AS c FROM orders GROUP BY n", schedule="1s")
-    with running_service(three.home.dsn, three.home.name):
+    with running_service(remote_shop.home.dsn, remote_shop.home.name):
         stock.kill()
         home.execute("UPDATE orders SET n = 77 WHERE id = 1")
         until(lambda: home.execute("SELECT c FROM own WHERE n = 77").fetchone() == (1,))
@@ -278,9 +288,9 @@ def test_a_service_goes_on_where_a_database_is_lost_and_when_it_is_back(three: T
         )
         assert db.check_database("stock") is not None
         stock.start()
-        three.reconnect()
-        three.conns["stock"].execute("UPDATE items SET price = 5555 WHERE id = 1")
-        home = three.conns["home"]
+        remote_shop.reconnect()
+        remote_shop.conns["stock"].execute("UPDATE items SET price = 5555 WHERE id = 1")
+        home = remote_shop.conns["home"]
         until(lambda: home.execute("SELECT count(*) > 0 FROM lines WHERE price = 5555").fetchone() == (True,))
         until(
             lambda: (
@@ -288,5 +298,5 @@ def test_a_service_goes_on_where_a_database_is_lost_and_when_it_is_back(three: T
             )
         )
     db.refresh("lines")
-    _exact(three, "lines")
+    _exact(remote_shop, "lines")
     assert db.check_database("stock") is None

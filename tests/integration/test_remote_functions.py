@@ -11,7 +11,7 @@ import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import InvalidQueryError, SourceChangedError
 from tests.support.oracle import assert_equal_to_query
-from tests.support.remote_shop import Three
+from tests.support.remote_shop import RemoteShop
 from tests.support.tenants import tenants
 
 TWICE = "CREATE OR REPLACE FUNCTION twice(n int) RETURNS int {} LANGUAGE sql AS 'SELECT {} * n'"
@@ -19,19 +19,19 @@ QUERY = "SELECT id, twice(rank) AS more, twice(id) AS id2 FROM crm.public.custom
 
 
 @pytest.fixture
-def db(three: Three) -> Iterator[pgtrickle.Database]:
-    with pgtrickle.connect(three.home.dsn) as connected:
+def db(remote_shop: RemoteShop) -> Iterator[pgtrickle.Database]:
+    with pgtrickle.connect(remote_shop.home.dsn) as connected:
         yield connected
 
 
-def create_function(three: Three, *names: str, volatility: str = "IMMUTABLE", factor: int = 2) -> None:
+def create_function(remote_shop: RemoteShop, *names: str, volatility: str = "IMMUTABLE", factor: int = 2) -> None:
     for name in names:
-        three.conns[name].execute(TWICE.format(volatility, factor).encode())
+        remote_shop.conns[name].execute(TWICE.format(volatility, factor).encode())
 
 
-def assert_exact(three: Three) -> None:
+def assert_exact(remote_shop: RemoteShop) -> None:
     """The stream table is what its query gives over the customers, all in one database."""
-    crm, home = three.conns["crm"], three.conns["home"]
+    crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     rows = home.execute("SELECT id, more, id2 FROM twofold").fetchall()
     crm.execute("DROP TABLE IF EXISTS stored")
     crm.execute("CREATE TABLE stored (id int, more int, id2 int)")
@@ -40,14 +40,14 @@ def assert_exact(three: Three) -> None:
     assert_equal_to_query(crm, "stored", QUERY.replace("crm.", ""))
 
 
-def test_the_same_function_is_evaluated_where_the_rows_are(three: Three, db: pgtrickle.Database) -> None:
-    create_function(three, "home", "crm")
+def test_the_same_function_is_evaluated_where_the_rows_are(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    create_function(remote_shop, "home", "crm")
     db.create_stream_table("twofold", QUERY)
-    assert_exact(three)
-    three.conns["crm"].execute("UPDATE customers SET rank = rank + 1 WHERE id % 3 = 0")
+    assert_exact(remote_shop)
+    remote_shop.conns["crm"].execute("UPDATE customers SET rank = rank + 1 WHERE id % 3 = 0")
     (result,) = db.refresh("twofold")
     assert result.action == "DIFFERENTIAL"
-    assert_exact(three)
+    assert_exact(remote_shop)
 
 
 @pytest.mark.parametrize(
@@ -59,21 +59,21 @@ def test_the_same_function_is_evaluated_where_the_rows_are(three: Three, db: pgt
     ],
 )
 def test_another_function_is_refused(
-    three: Three, db: pgtrickle.Database, there: dict[str, str | int] | None, reason: str
+    remote_shop: RemoteShop, db: pgtrickle.Database, there: dict[str, str | int] | None, reason: str
 ) -> None:
-    create_function(three, "home")
+    create_function(remote_shop, "home")
     if there is not None:
-        create_function(three, "crm", **there)  # type: ignore[arg-type]
+        create_function(remote_shop, "crm", **there)  # type: ignore[arg-type]
     with pytest.raises(InvalidQueryError, match=rf"public\.twice\(integer\) in database crm: {reason}"):
         db.create_stream_table("twofold", QUERY)
     assert db.stream_tables() == []
-    create_function(three, "crm")
+    create_function(remote_shop, "crm")
     db.create_stream_table("twofold", QUERY)
-    assert_exact(three)
+    assert_exact(remote_shop)
 
 
-def test_sql_asks_for_the_comparison_first(three: Three, db: pgtrickle.Database) -> None:
-    create_function(three, "home", "crm")
+def test_sql_asks_for_the_comparison_first(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    create_function(remote_shop, "home", "crm")
     db.import_table("crm", "public.customers")
     create = "SELECT pgtrickle.create_stream_table('twofold', %s, initialize => false)"
     with pytest.raises(psycopg.errors.FeatureNotSupported, match="not compared yet"):
@@ -81,12 +81,12 @@ def test_sql_asks_for_the_comparison_first(three: Three, db: pgtrickle.Database)
     db.create_stream_table("first", QUERY)
     db.conn.execute(create, (QUERY,))
     db.refresh("twofold")
-    assert_exact(three)
+    assert_exact(remote_shop)
 
 
-def test_a_function_of_somebody_else_is_not_run_there(three: Three, db: pgtrickle.Database) -> None:
-    create_function(three, "home")
-    with psycopg.connect(three.databases["crm"].superuser_dsn, autocommit=True) as admin:
+def test_a_function_of_somebody_else_is_not_run_there(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+    create_function(remote_shop, "home")
+    with psycopg.connect(remote_shop.databases["crm"].superuser_dsn, autocommit=True) as admin:
         admin.execute("DO $$BEGIN CREATE ROLE mallory; EXCEPTION WHEN duplicate_object THEN NULL; END$$")
         admin.execute("GRANT CREATE, USAGE ON SCHEMA public TO mallory")
         admin.execute("SET ROLE mallory")
@@ -95,38 +95,40 @@ def test_a_function_of_somebody_else_is_not_run_there(three: Three, db: pgtrickl
         db.create_stream_table("twofold", QUERY)
 
 
-def test_replaced_elsewhere_it_fails_until_it_is_the_same_again(three: Three, db: pgtrickle.Database) -> None:
-    create_function(three, "home", "crm")
+def test_replaced_elsewhere_it_fails_until_it_is_the_same_again(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
+    create_function(remote_shop, "home", "crm")
     db.create_stream_table("twofold", QUERY)
-    create_function(three, "crm", factor=5)
-    three.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
+    create_function(remote_shop, "crm", factor=5)
+    remote_shop.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
     with pytest.raises(SourceChangedError, match=r"public\.twice\(integer\).*crm.*not the same as here"):
         db.refresh("twofold")
-    create_function(three, "home", factor=5)
+    create_function(remote_shop, "home", factor=5)
     (result,) = db.refresh("twofold")
     assert result.action == "REINITIALIZE"
-    assert_exact(three)
+    assert_exact(remote_shop)
 
 
-def test_replaced_while_it_is_read_it_is_read_again(three: Three) -> None:
-    create_function(three, "home", "crm", factor=2)
+def test_replaced_while_it_is_read_it_is_read_again(remote_shop: RemoteShop) -> None:
+    create_function(remote_shop, "home", "crm", factor=2)
     replaced: list[str] = []
 
     def on_step(step: str) -> None:
         if step == "fetch" and not replaced:
             replaced.append(step)
-            create_function(three, "crm", factor=7)
+            create_function(remote_shop, "crm", factor=7)
 
-    with pgtrickle.connect(three.home.dsn) as db:
+    with pgtrickle.connect(remote_shop.home.dsn) as db:
         db.create_stream_table("twofold", QUERY)
         db.engine.on_step = on_step
-        three.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
+        remote_shop.conns["crm"].execute("UPDATE customers SET rank = 9 WHERE id % 2 = 0")
         with pytest.raises(SourceChangedError, match="not the same as here"):
             db.refresh("twofold")
         assert replaced
-        create_function(three, "home", factor=7)
+        create_function(remote_shop, "home", factor=7)
         db.refresh("twofold")
-        assert_exact(three)
+        assert_exact(remote_shop)
 
 
 def test_a_database_that_joins_a_set_later_must_have_the_same_function(server: EmbeddedServer) -> None:

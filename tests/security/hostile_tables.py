@@ -9,7 +9,7 @@ def plain_query(roles: Roles) -> str:
     return f"SELECT id, v FROM {roles.mallory}.src"
 
 
-def set_trap(roles: Roles, body: str) -> str:
+def create_hostile_table(roles: Roles, body: str) -> str:
     """A stream table whose trigger runs `body` when the service writes to it."""
     mallory = roles.mallory
     name = roles.create(mallory, "trap", plain_query(roles))
@@ -21,7 +21,7 @@ def set_trap(roles: Roles, body: str) -> str:
     return name
 
 
-def set_trap_in_query(roles: Roles, body: str) -> str:
+def create_hostile_query(roles: Roles, body: str) -> str:
     """A stream table whose query runs `body` when the service reads for it."""
     mallory = roles.mallory
     roles.sql(
@@ -34,5 +34,5 @@ def set_trap_in_query(roles: Roles, body: str) -> str:
     return roles.create(mallory, "trap", f"SELECT id, {mallory}.pure(v) AS v FROM {mallory}.src")
 
 
-def set_trap_in(way: str, roles: Roles, body: str) -> str:
-    return set_trap_in_query(roles, body) if way == "query" else set_trap(roles, body)
+def create_hostile_table_in(way: str, roles: Roles, body: str) -> str:
+    return create_hostile_query(roles, body) if way == "query" else create_hostile_table(roles, body)

@@ -9,7 +9,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from tests.security.hostile_tables import set_trap
+from tests.security.hostile_tables import create_hostile_table
 from tests.security.roles import Roles, Worker
 from tests.support.oracle import assert_equal_to_query
 
@@ -116,7 +116,7 @@ def test_a_deferred_foreign_key_runs_no_cast_when_who_refreshes_commits(roles: R
         INSERT INTO {mallory}.pk VALUES (1);
         CREATE TABLE {mallory}.fk (k {mallory}.k REFERENCES {mallory}.pk (t) DEFERRABLE INITIALLY DEFERRED)""",
     )
-    name = set_trap(roles, f"INSERT INTO {mallory}.fk VALUES (ROW(1)::{mallory}.k);")
+    name = create_hostile_table(roles, f"INSERT INTO {mallory}.fk VALUES (ROW(1)::{mallory}.k);")
     try_refresh(roles, name)
     roles.assert_powerless()
 

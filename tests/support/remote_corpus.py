@@ -17,15 +17,15 @@ from tests.support.oracle import assert_equal_to_query
 from tests.support.workload import Workload
 
 OTHER = "other"
-ELSEWHERE = ("customers", "items", "events")
+REMOTE_TABLES = ("customers", "items", "events")
 
 
-def across(query: str) -> str:
+def over_two_databases(query: str) -> str:
     """The query with some of its tables taken from the other database."""
-    return re.sub(rf"\bshop\.({'|'.join(ELSEWHERE)})\b", rf"{OTHER}.shop.\1", query)
+    return re.sub(rf"\bshop\.({'|'.join(REMOTE_TABLES)})\b", rf"{OTHER}.shop.\1", query)
 
 
-def run_across(
+def run_remote_corpus(
     home: TestDatabase, other: TestDatabase, queries: list[CorpusQuery], seed: int, rounds: int
 ) -> tuple[list[str], dict[str, str]]:
     """All rounds; gives back the names of those that were refreshed, and of those that are refused with the reason."""
@@ -47,10 +47,10 @@ def run_across(
         accepted: list[CorpusQuery] = []
         refused: dict[str, str] = {}
         for query in queries:
-            if across(query.sql) == query.sql:
+            if over_two_databases(query.sql) == query.sql:
                 continue
             try:
-                db.create_stream_table(f'st."{query.name}"', across(query.sql), initialize=False)
+                db.create_stream_table(f'st."{query.name}"', over_two_databases(query.sql), initialize=False)
                 accepted.append(query)
             except NotDifferentiableError as error:
                 refused[query.name] = error.message

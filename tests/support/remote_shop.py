@@ -70,7 +70,7 @@ def change(conn: Connection, name: str, chance: random.Random) -> None:
 
 
 @dataclass
-class Three:
+class RemoteShop:
     """The databases, a connection to each, and one more database that can hold the tables of all."""
 
     databases: dict[str, TestDatabase]
@@ -135,7 +135,7 @@ def in_one(name: str) -> str:
 
 
 @contextmanager
-def three_databases(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[Three]:
+def open_remote_shop(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[RemoteShop]:
     """All of it, filled; crm and stock are registered at home."""
     with (
         fresh_database(server, "home") as home,
@@ -143,17 +143,17 @@ def three_databases(server: EmbeddedServer, other_server: EmbeddedServer) -> Ite
         fresh_database(other_server, "stock") as stock,
         fresh_database(server, "oracle") as oracle,
     ):
-        three = Three({"home": home, "crm": crm, "stock": stock}, oracle)
-        three.reconnect()
+        remote_shop = RemoteShop({"home": home, "crm": crm, "stock": stock}, oracle)
+        remote_shop.reconnect()
         try:
             for name, (table, columns) in TABLES.items():
-                three.conns[name].execute(f"CREATE TABLE {table} ({columns})".encode())
-                three.conns[name].execute(f"INSERT INTO {table} {FIRST[name]}".encode())
-                with pgtrickle.connect(three.databases[name].dsn) as db:
+                remote_shop.conns[name].execute(f"CREATE TABLE {table} ({columns})".encode())
+                remote_shop.conns[name].execute(f"INSERT INTO {table} {FIRST[name]}".encode())
+                with pgtrickle.connect(remote_shop.databases[name].dsn) as db:
                     db.install()
             with pgtrickle.connect(home.dsn) as db:
                 db.add_database("crm", crm.dsn)
                 db.add_database("stock", stock.dsn)
-            yield three
+            yield remote_shop
         finally:
-            three.close()
+            remote_shop.close()

@@ -7,7 +7,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-TRAP = "trap"
+SHADOW_SCHEMA = "trap"
 
 # Left and right type, and what comes out.
 _COMPARED = [(left, right, "true") for left in ("text", "bigint", "int", "oid") for right in ("text", "bigint", "int")]
@@ -22,7 +22,7 @@ _FUNCTIONS = [
 ]
 
 
-def set_trap(conn: psycopg.Connection[Any]) -> None:
+def create_shadows(conn: psycopg.Connection[Any]) -> None:
     conn.execute(
         "CREATE SCHEMA trap; CREATE TABLE trap.called (by_role name, what text);"
         "GRANT USAGE ON SCHEMA trap TO PUBLIC; GRANT INSERT ON trap.called TO PUBLIC"
@@ -45,6 +45,6 @@ def _function(conn: psycopg.Connection[Any], name: str, arguments: str, result: 
     )
 
 
-def caught(conn: psycopg.Connection[Any], but: str) -> list[tuple[Any, ...]]:
+def shadow_calls(conn: psycopg.Connection[Any], but: str) -> list[tuple[Any, ...]]:
     """What was called by others than this role, under which name."""
     return conn.execute("SELECT by_role, what FROM trap.called WHERE by_role <> %s", (but,)).fetchall()
