@@ -19,7 +19,7 @@ from bench.dataset import QUERIES
 from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
 from bench.targets import refresh_verdicts
-from pgtrickle.engine.session import stop_spark
+from pgtrickle.spark.session import stop_spark
 
 _LABELS = "1000,0.1%,1%"
 _out = click.option(

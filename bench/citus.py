@@ -23,9 +23,9 @@ from bench.tables import ms, table
 from bench.targets import Verdict
 from bench.write_cost import SINGLE, Cost, insert_csv
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.executors import FORMAT, Reading, as_option
-from pgtrickle.engine.large import STATEMENT_SECONDS
-from pgtrickle.engine.session import large_settings, spark_session
+from pgtrickle.refresh.compute.large import STATEMENT_SECONDS
+from pgtrickle.spark.executors import FORMAT, ReadSpec, as_option
+from pgtrickle.spark.session import large_settings, spark_session
 from tests.support import citus as clusters
 
 STORED, UPSERTS, DELETES = 200_000, 50_000, 10_000
@@ -135,7 +135,7 @@ def _read(database: str, sources: list[tuple[EmbeddedServer, list[str]]], rows: 
                 assert row is not None
                 columns_of = sql.SQL("SELECT region, amount FROM {}")
                 texts = [columns_of.format(sql.Identifier(name)).as_string(conn) for name in tables]
-                task = Reading(
+                task = ReadSpec(
                     server.dsn(database, "app"),
                     row[0],
                     {},

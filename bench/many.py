@@ -18,8 +18,8 @@ from bench.measure import median, seconds, warm_up
 from bench.server import Bench
 from bench.tables import ms, table
 from bench.targets import Verdict
-from pgtrickle.engine.programs import Plans
-from pgtrickle.engine.refresh import Engine
+from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.planning.programs import Plans
 
 WORKERS = 4
 CHANGES = 20  # per source and cycle

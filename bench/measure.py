@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pgtrickle.engine.session import spark_session
+from pgtrickle.spark.session import spark_session
 
 REFERENCE_ROWS = 1000
 WARM_UP_JOBS = 40

@@ -13,7 +13,7 @@ from psycopg import sql
 from bench.dataset import QUERIES, change, create_tables, same_rows
 from bench.measure import SparkJob, median, reference, reference_rows, seconds, warm_up, watch_spark
 from bench.server import Bench
-from pgtrickle.api import RefreshResult
+from pgtrickle.api.database import RefreshResult
 
 PLACEMENTS = ("auto", "spark")
 FULL = "REFRESH"

@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 import pgtrickle
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 from pgtrickle.embedded.server import EmbeddedServer
 
 # Durable as PostgreSQL is by default. Checkpoints are made between measurements, not during them.

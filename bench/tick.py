@@ -16,7 +16,7 @@ from bench.measure import median, seconds
 from bench.server import Bench
 from bench.tables import ms, table
 from bench.targets import Verdict
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings

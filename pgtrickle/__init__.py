@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pgtrickle.api import Database, RefreshResult, StreamTable, StreamTableStatus, Verification, connect
+from pgtrickle._version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from pgtrickle.api.database import Database, RefreshResult, StreamTable, StreamTableStatus, Verification, connect
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "__version__", "connect"]
 
@@ -20,9 +20,9 @@ _FROM_API = frozenset({"Database", "RefreshResult", "StreamTable", "StreamTableS
 def __getattr__(name: str) -> object:
     if name not in _FROM_API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pgtrickle import api
+    from pgtrickle.api import database
 
-    value: object = getattr(api, name)
+    value: object = getattr(database, name)
     globals()[name] = value  # the next access no longer comes here
     return value
 

@@ -15,7 +15,7 @@ from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import SERVER_SETTINGS, TestDatabase, fresh_database, prepare_server
 from tests.support.pgbouncer import Pooler, pgbouncer_program, pooler_before
-from tests.support.three import Three, three_databases
+from tests.support.remote_shop import RemoteShop, open_remote_shop
 
 VERSIONS: dict[str, ServerVersion] = {"15": 15, "16": 16, "18": 18}
 
@@ -95,9 +95,9 @@ def database(server: EmbeddedServer, pooler: Pooler | None, request: pytest.Fixt
 
 
 @pytest.fixture
-def three(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[Three]:
+def remote_shop(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[RemoteShop]:
     """A shop in three databases, on two servers."""
-    with three_databases(server, other_server) as shop:
+    with open_remote_shop(server, other_server) as shop:
         yield shop
 
 

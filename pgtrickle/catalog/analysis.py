@@ -104,7 +104,7 @@ class Analysis:
                 buffers.get(row["oid"]),
             )
             if row["oid"] in foreign:
-                relation = _elsewhere(relation, foreign[row["oid"]])
+                relation = _remote(relation, foreign[row["oid"]])
             members = tuple(_member(relation, shard) for shard in shards if shard["relid"] == row["oid"])
             result[row["schema"], row["name"]] = replace(relation, members=members) if members else relation
         return result
@@ -193,7 +193,7 @@ def _casts_in(definition: str) -> tuple[str | None, str | None]:
     return left, right
 
 
-def _elsewhere(stand_in: Relation, known: dict[str, Any]) -> Relation:
+def _remote(stand_in: Relation, known: dict[str, Any]) -> Relation:
     """The table of another database that an empty one here stands for."""
     there = {item["name"]: item for item in known["columns"]}
     gone: dict[str, Any] = {"attnum": GONE, "generated": None}
@@ -234,7 +234,7 @@ def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
     own = replace(
         stand_in, oid=shard["member_relid"], columns=stand_in.columns[1:], key=tuple(shard["key"] or ()), shard=True
     )
-    return _elsewhere(own, shard)
+    return _remote(own, shard)
 
 
 def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:

@@ -158,3 +158,8 @@ def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ, poli
             )
         known[key] = environ[variable[1]]
     return make_conninfo("", **(_LIMITS | known))
+
+
+def is_node(database: str) -> bool:
+    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
+    return database.startswith("@")

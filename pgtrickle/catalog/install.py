@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from pgtrickle import __version__
+from pgtrickle._version import __version__
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.trust import SCHEMAS
 from pgtrickle.errors import (
@@ -155,7 +155,7 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
                     conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(function)))
             _replace_functions(conn, script)
         _set_local(conn, "check_function_bodies", "on")
-        _settle_service_role(conn, service_role)
+        _set_service_role(conn, service_role)
     return version
 
 
@@ -185,7 +185,7 @@ def _replace_functions(conn: Connection, script: Traversable) -> None:
             return
 
 
-def _settle_service_role(conn: Connection, service_role: str | None) -> None:
+def _set_service_role(conn: Connection, service_role: str | None) -> None:
     role = service_role or _value(conn, "SELECT coalesce(pgtrickle._service_role(), current_user)")
     if _value(conn, "SELECT to_regrole(quote_ident(%s)) IS NULL", [role]):
         raise InstallError(f"There is no role {role} to be the service's", "Create it first, as a login role.")

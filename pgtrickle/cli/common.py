@@ -18,11 +18,13 @@ import click
 if TYPE_CHECKING:
     import psycopg
 
-    from pgtrickle.api import Database
-    from pgtrickle.engine.refresh import OnStep
+    from pgtrickle.api.database import Database
+    from pgtrickle.refresh.work import OnStep
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+WAIT_SECONDS = 600.0  # for what a running service is asked to refresh
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a script to read.")
 
@@ -44,7 +46,7 @@ def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]
 def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
     """Connect; the server's warnings go to stderr."""
     # Here and not above: loading the engine takes half a second that --help need not wait for.
-    from pgtrickle.api import connect, log_warning
+    from pgtrickle.api.database import connect, log_warning
 
     database = connect(dsn, on_step=on_step)
     database.conn.remove_notice_handler(log_warning)
@@ -53,7 +55,7 @@ def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
 
 
 def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
-    from pgtrickle.api import is_worth_telling
+    from pgtrickle.api.database import is_worth_telling
 
     if is_worth_telling(diagnostic):
         click.echo(f"warning: {diagnostic.message_primary}", err=True)

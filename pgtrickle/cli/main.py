@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import click
 
-from pgtrickle import __version__
-from pgtrickle.cli.catalog import install, uninstall, upgrade
-from pgtrickle.cli.databases import database
-from pgtrickle.cli.demo import demo
-from pgtrickle.cli.doctor import doctor
-from pgtrickle.cli.inspect import explain, history, list_tables, status
-from pgtrickle.cli.operate import drain, pause, resume, wait
-from pgtrickle.cli.prepare import prepare
-from pgtrickle.cli.profile import profile
-from pgtrickle.cli.refresh import refresh
-from pgtrickle.cli.run import run
-from pgtrickle.cli.tables import alter, create, drop
-from pgtrickle.cli.top import top
-from pgtrickle.cli.tune import tune
-from pgtrickle.cli.verify import verify
+from pgtrickle._version import __version__
+from pgtrickle.cli.commands.catalog import install, uninstall, upgrade
+from pgtrickle.cli.commands.databases import database
+from pgtrickle.cli.commands.demo import demo
+from pgtrickle.cli.commands.doctor import doctor
+from pgtrickle.cli.commands.inspect import explain, history, list_tables, status
+from pgtrickle.cli.commands.operate import drain, pause, resume, wait
+from pgtrickle.cli.commands.prepare import prepare
+from pgtrickle.cli.commands.profile import profile
+from pgtrickle.cli.commands.refresh import refresh
+from pgtrickle.cli.commands.run import run
+from pgtrickle.cli.commands.tables import alter, create, drop
+from pgtrickle.cli.commands.top import top
+from pgtrickle.cli.commands.tune import tune
+from pgtrickle.cli.commands.verify import verify
 from pgtrickle.errors import ConnectionFailedError, NotInTimeError, PgtrickleError, RefreshConflictError
 
 FAILED, CONFLICT, UNREACHABLE, LATE, INTERRUPTED = 1, 3, 4, 5, 130

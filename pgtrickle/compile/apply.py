@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pgtrickle.compile.postgres import expression_sql, form_sql
-from pgtrickle.compile.text import ident
-from pgtrickle.delta.linear import Linear
-from pgtrickle.delta.program import Step
+from pgtrickle.compile.sql_text import ident
+from pgtrickle.ivm.additive import AdditiveForm
+from pgtrickle.ivm.program import Step
 from pgtrickle.query.plan import Column, Filter
 from pgtrickle.query.types import PgType
 
@@ -75,9 +75,11 @@ def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step]
     return f"WITH z AS MATERIALIZED ({finished(rows, steps)}){_change(target)}"
 
 
-def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str, relation: str | None) -> str:
+def additive_statement(
+    target: Target, additive: AdditiveForm, steps: Sequence[Step], state: str, relation: str | None
+) -> str:
     """Add a delta to the groups' state, and bring the groups it touched up to date."""
-    keys, sums = linear.key_columns, linear.state_columns
+    keys, sums = additive.key_columns, additive.state_columns
     rows = incoming([*keys, *sums], relation)
     names = [ident(name) for name, _ in keys]
     group = f" GROUP BY {', '.join(names)}" if names else ""
@@ -94,9 +96,9 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
         same = " AND ".join(_same(f"u.{ident(name)}", f"d.{ident(name)}", type_) for name, type_ in keys)
         has_null = " OR ".join(f"d.{name} IS NULL" for name in names)
         old += f" UNION ALL SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON ({has_null}) AND {same}"
-    alive = " WHERE n > 0" if linear.keys else ""
+    alive = " WHERE n > 0" if additive.keys else ""
     z = " UNION ALL ".join(
-        finished(_valued(source, linear, weight), steps)
+        finished(_valued(source, additive, weight), steps)
         for source, weight in (
             (f"SELECT * FROM up AS u{alive}", 1),
             (f"SELECT * FROM old{alive or ' WHERE known'}", -1),
@@ -111,17 +113,17 @@ def linear_statement(target: Target, linear: Linear, steps: Sequence[Step], stat
     )
 
 
-def _valued(source: str, linear: Linear, weight: int) -> str:
+def _valued(source: str, additive: AdditiveForm, weight: int) -> str:
     items = [f"{weight}::bigint AS w"]
-    items += [f"k{i} AS {ident(key.id)}" for i, key in enumerate(linear.keys)]
-    items += [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in linear.values]
+    items += [f"k{i} AS {ident(key.id)}" for i, key in enumerate(additive.keys)]
+    items += [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in additive.values]
     return f"SELECT {', '.join(items)} FROM ({source}) AS g"
 
 
-def resync_statement(target: Target, linear: Linear, steps: Sequence[Step], state: str) -> str:
+def resync_statement(target: Target, additive: AdditiveForm, steps: Sequence[Step], state: str) -> str:
     """Make the stream table what the groups' state says."""
-    alive = " WHERE n > 0" if linear.keys else ""
-    return _replacement(target, finished(_valued(f"SELECT * FROM {state}{alive}", linear, 1), steps))
+    alive = " WHERE n > 0" if additive.keys else ""
+    return _replacement(target, finished(_valued(f"SELECT * FROM {state}{alive}", additive, 1), steps))
 
 
 def replace_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:

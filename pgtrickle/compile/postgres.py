@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from sqlglot import exp
 
-from pgtrickle.compile.text import PART, SHARDS, SqlText, hole, ident
+from pgtrickle.compile.sql_text import PART, SHARDS, SqlText, hole, ident
 from pgtrickle.query.budget import check_text
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (

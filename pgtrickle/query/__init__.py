@@ -1,0 +1,1 @@
+"""From PostgreSQL's canonical text of a query to a plan, without a connection."""

@@ -2,7 +2,7 @@
 
 A column has one id (`c12`) in the whole plan, so expressions never need a table alias and a node can be moved without
 renaming. Every node stands for a Z-set: rows with a weight. A scan reads its table at the cut (NEW), at the stream
-table's frontier (OLD), or the change between the two (DELTA); `pgtrickle.delta` turns a plan of NEW scans into one whose
+table's frontier (OLD), or the change between the two (DELTA); `pgtrickle.ivm` turns a plan of NEW scans into one whose
 value is the change of the first.
 """
 

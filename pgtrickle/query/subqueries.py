@@ -18,7 +18,7 @@ from pgtrickle.query.types import BOOL, PgType
 from pgtrickle.query.unsupported import Unsupported
 
 if TYPE_CHECKING:
-    from pgtrickle.query.bind import Binder
+    from pgtrickle.query.binder import Binder
 
 BOOLEAN = PgType(BOOL, -1, "boolean")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pgtrickle.catalog.databases import DsnPolicy
 from pgtrickle.errors import PgtrickleError
-from pgtrickle.service.connections import LEAST
+from pgtrickle.service.connection_budget import LEAST
 
 FILE = "pgtrickle.toml"
 

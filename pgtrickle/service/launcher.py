@@ -14,18 +14,18 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.trust import Trust
-from pgtrickle.engine.beside import Beside
 from pgtrickle.errors import UntrustedCatalogError
-from pgtrickle.service.broker import Broker
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
+from pgtrickle.service.activity import ACTIVITY_SECONDS, ServerActivity
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServerConfig, ServiceConfig
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.obstacles import DISABLED, NOT_INSTALLED, find_obstacle, is_explained
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.pulse import PULSE_SECONDS, Pulse
-from pgtrickle.service.rotation import Rotation
+from pgtrickle.service.remote_watch import RemoteWatch
 from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
+from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.launcher")
@@ -65,8 +65,8 @@ class Launcher:
     config: ServiceConfig
     service_id: uuid.UUID
     pool: Pool
-    watch: Watch
-    beside: Beside
+    watch: RemoteWatch
+    helpers: HelperProcesses
     broker: Broker
     rotation: Rotation
     on_settings: Callable[[], None] = lambda: None
@@ -78,7 +78,7 @@ class Launcher:
     def __post_init__(self) -> None:
         self.trust = Trust(frozenset({*self.config.trusted_owners, *self.server.trusted_owners}))
         self.budget = Budget(self.server.dsn, self.server.max_connections, self.trust)
-        self.pulse = Pulse()
+        self.activity = ServerActivity()
         self._stop = threading.Event()
         self._news = threading.Event()  # a scheduler serves its database, or has ended
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-launcher-{self.server.name}", daemon=True)
@@ -172,10 +172,10 @@ class Launcher:
         """Until the databases are listed again. Those that have no connection meanwhile are watched from here."""
         deadline = time.monotonic() + seconds
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
-            if self._await_news(min(left, PULSE_SECONDS) if self.budget.bounded else left):
+            if self._await_news(min(left, ACTIVITY_SECONDS) if self.budget.bounded else left):
                 return
             if self.budget.bounded:
-                self.pulse.look(conn)
+                self.activity.look(conn)
 
     def _await_news(self, seconds: float) -> bool:
         """Whether a round is due before that time: a scheduler serves or has ended, or one is to be tried again."""
@@ -265,7 +265,7 @@ class Launcher:
                 name,
                 self.service_id,
                 connections=self.watch.connections,
-                beside=self.beside,
+                helpers=self.helpers,
                 broker=self.broker,
             )
             watched.tended = Tended(f"{self.server.name}/{name}", workers, self.budget.limit(self.server.name))
@@ -275,7 +275,7 @@ class Launcher:
             self.config.lease_seconds,
             self.watch,
             self.on_settings,
-            self.pulse,
+            self.activity,
             self.rotation,
             on_news=self._news.set,
             attached=attached,

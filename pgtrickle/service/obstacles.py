@@ -9,7 +9,7 @@ import psycopg
 from pgtrickle.catalog.install import installed_version, latest_version
 from pgtrickle.catalog.trust import Trust, require_trusted
 from pgtrickle.errors import UntrustedCatalogError
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.settings import read_settings
 
 NOT_INSTALLED = "it has no pgtrickle catalog"

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from pgtrickle.service.turns import Task, Turns
+from pgtrickle.service.scheduling.fair_queue import FairQueue, Task
 
 
 class Pool:
@@ -16,7 +16,7 @@ class Pool:
         self._size = size
         self._waiting: list[Task] = []
         self._running: dict[int, Task] = {}
-        self._turns = Turns()
+        self._queue = FairQueue()
         self._changed = threading.Condition()
         self._stopping = False
         self._threads: dict[int, threading.Thread] = {}
@@ -41,7 +41,7 @@ class Pool:
     def know(self, database: str, owners: Iterable[int]) -> None:
         """Who has stream tables in a database; none when it is no longer served."""
         with self._changed:
-            self._turns.know(database, owners)
+            self._queue.know(database, owners)
             self._changed.notify_all()
 
     def submit(self, task: Task) -> None:
@@ -90,7 +90,7 @@ class Pool:
                     task = self._next(number)
                 self._waiting.remove(task)
                 self._running[number] = task
-                self._turns.begun(task)
+                self._queue.begun(task)
             try:
                 task.work(number)
             finally:
@@ -101,4 +101,4 @@ class Pool:
     def _next(self, number: int) -> Task | None:
         if self._stopping or number >= self._size:
             return None
-        return self._turns.choose(self._waiting, self._running.values(), self._size, time.monotonic())
+        return self._queue.choose(self._waiting, self._running.values(), self._size, time.monotonic())

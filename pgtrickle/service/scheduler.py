@@ -20,27 +20,28 @@ from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.citus import Cluster
-from pgtrickle.engine.connection import be_pooled, limit_waits
-from pgtrickle.engine.elsewhere import Elsewhere
-from pgtrickle.engine.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
-from pgtrickle.engine.lease import Lease
-from pgtrickle.engine.reach import dsn_from, is_node
-from pgtrickle.engine.sets import Sets
-from pgtrickle.service.connections import Seat
-from pgtrickle.service.cron import ScheduleError, next_time
-from pgtrickle.service.dag import Dag
+from pgtrickle.catalog.databases import is_node
+from pgtrickle.postgres.connection import be_pooled, limit_waits
+from pgtrickle.refresh.claim.lease import Lease
+from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
+from pgtrickle.service.activity import ServerActivity
+from pgtrickle.service.connection_budget import Seat
+from pgtrickle.service.notifications import Waker
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.pulse import Pulse
-from pgtrickle.service.rotation import Rotation
+from pgtrickle.service.remote_watch import RemoteWatch
+from pgtrickle.service.scheduling.cron import ScheduleError, next_time
+from pgtrickle.service.scheduling.fair_queue import ServerLimit, Task
+from pgtrickle.service.scheduling.graph import DependencyGraph
+from pgtrickle.service.scheduling.rotation import Rotation
+from pgtrickle.service.scheduling.ticks import Tick, thinned
+from pgtrickle.service.scheduling.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.ticks import Tick, thinned
-from pgtrickle.service.turns import ServerLimit, Task
-from pgtrickle.service.units import SMALL_ROWS, Due, Unit, plan_units
-from pgtrickle.service.wake import Waker
-from pgtrickle.service.watch import Watch
 from pgtrickle.service.worker import Workers
+from pgtrickle.sites.citus.cluster import Cluster
+from pgtrickle.sites.remote.connections import dsn_from
+from pgtrickle.sites.remote.databases import RemoteDatabases
+from pgtrickle.sites.sets import Sets
 
 log = logging.getLogger("pgtrickle.scheduler")
 
@@ -95,9 +96,9 @@ class Scheduler:
     tended: Tended
     pool: Pool
     lease_seconds: float
-    watch: Watch = field(default_factory=Watch)
+    watch: RemoteWatch = field(default_factory=RemoteWatch)
     on_settings: Callable[[], None] = lambda: None
-    pulse: Pulse = field(default_factory=Pulse)
+    activity: ServerActivity = field(default_factory=ServerActivity)
     rotation: Rotation = field(default_factory=Rotation)
     on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
     attached: Mapping[str, str] | None = (
@@ -119,7 +120,7 @@ class Scheduler:
         self._unsettled = False  # a schedule that somebody's lock kept from being settled
         self._paused = False
         self._hungry = False  # something is due and cannot be begun before something else ends
-        self._dag = Dag()
+        self._graph = DependencyGraph()
         self._owners: dict[int, int] = {}
         self._known: dict[int, datetime] = {}
         self._others: dict[str, str] = {}  # databases that stream tables here read, with their DSNs
@@ -161,12 +162,12 @@ class Scheduler:
         try:
             with Waker() as self._waker:
                 if self._seat.rests:
-                    self.pulse.heed(self.database, self._waker.wake)
+                    self.activity.heed(self.database, self._waker.wake)
                 self._serve(self._waker)
         except BaseException as error:  # told by the launcher, who starts another one
             self.failure = error
         finally:
-            self.pulse.heed(self.database, None)
+            self.activity.heed(self.database, None)
             self._forget([task.unit for task in self.pool.drop(self.tended.name)])
             self.pool.know(self.tended.name, ())
             self._seat.close()
@@ -246,7 +247,7 @@ class Scheduler:
 
     def _pace(self, settings: Settings) -> float:
         """Seconds between two ticks. A database without a connection of its own is looked at when it was written to."""
-        if self._seat.rests and self.pulse.beats and not self._others:
+        if self._seat.rests and self.activity.beats and not self._others:
             return max(settings.interval, self._beat_seconds)
         return settings.interval
 
@@ -330,7 +331,7 @@ class Scheduler:
             if not self._known or any(self._known.get(item.pgt_id) != item.updated_at for item in due):
                 self._load_dag(conn, settings)
             with self._lock:
-                units = plan_units(due, self._dag, self._busy, tiered=settings.tiered)
+                units = plan_units(due, self._graph, self._busy, tiered=settings.tiered)
                 self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
             self._dispatch(conn, units, settings)
             self._verify_requested(conn, settings)
@@ -356,13 +357,13 @@ class Scheduler:
             "names": [source for _, source, _, _ in active],
             "xids": [xid for _, _, xid, _ in active],
         }
-        told = {name: (look.at, look.problem) for name, look in looks.items()}
-        if told and (told != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked, self._told_looks = time.monotonic(), told
+        errors_naming = {name: (look.at, look.problem) for name, look in looks.items()}
+        if errors_naming and (errors_naming != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._told_looks = time.monotonic(), errors_naming
             parameters = {
-                "databases": list(told),
-                "times": [at for at, _ in told.values()],
-                "problems": [problem for _, problem in told.values()],
+                "databases": list(errors_naming),
+                "times": [at for at, _ in errors_naming.values()],
+                "problems": [problem for _, problem in errors_naming.values()],
                 "active": seen["databases"],
                 "names": seen["names"],
                 "xids": seen["xids"],
@@ -408,7 +409,7 @@ class Scheduler:
                     upstream[row["pgt_id"]].append(row["upstream"])
                 elif row["source"] is not None:
                     tables.setdefault(row["pgt_id"], []).append(row["source"])
-        self._dag = Dag.of(upstream, tables, asked, owners)
+        self._graph = DependencyGraph.of(upstream, tables, asked, owners)
         self._owners = owners
         self.pool.know(self.tended.name, owners.values())
         self.workers.plans.keep(self._known)
@@ -559,8 +560,8 @@ class Scheduler:
     # -- what else there is to do ----------------------------------------------------------------------------------------
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        told = settings.values == self._told_settings
-        if told and time.monotonic() - self._beaten < self._beat_seconds:
+        errors_naming = settings.values == self._told_settings
+        if errors_naming and time.monotonic() - self._beaten < self._beat_seconds:
             return
         parameters = {
             "service": self.service_id,
@@ -582,9 +583,9 @@ class Scheduler:
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:
-        for name, told in settings.wrong.items():
-            if self._told_wrong.get(name) != told:
-                log.warning("setting %s cannot be %s", name, told, extra={"database": self.database})
+        for name, errors_naming in settings.wrong.items():
+            if self._told_wrong.get(name) != errors_naming:
+                log.warning("setting %s cannot be %s", name, errors_naming, extra={"database": self.database})
         self._told_wrong = dict(settings.wrong)
 
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
@@ -625,24 +626,24 @@ class Scheduler:
         row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
         if row is not None and row[0] and not self._settling:
             self._settling = True
-            self.watch.run(self._settle)
+            self.watch.run(self._update_members)
 
-    def _settle(self) -> None:
+    def _update_members(self) -> None:
         try:
             with self.workers.budget.using("sets", self.database) as conn:
                 limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
-                elsewhere = Elsewhere(conn, self.watch.connections)
-                Sets(elsewhere).settle()
-                Cluster(elsewhere).settle()
+                remote = RemoteDatabases(conn, self.watch.connections)
+                Sets(remote).update_members()
+                Cluster(remote).update_nodes()
         finally:
             self._settling = False
 
     def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
         """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""
-        elsewhere = Elsewhere(conn, self.watch.connections)
+        remote = RemoteDatabases(conn, self.watch.connections)
         for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
             known = dsn_from(conn, database, dsn)
-            self.watch.run(partial(elsewhere.connections.keep_only, database, known, elsewhere.kept_by(database)))
+            self.watch.run(partial(remote.connections.keep_only, database, known, remote.kept_by(database)))
 
     def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         """Tell once, when it begins, what an operator should know."""

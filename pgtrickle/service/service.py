@@ -7,14 +7,14 @@ import sys
 import uuid
 from dataclasses import dataclass, field
 
-from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.reach import Connections
-from pgtrickle.service.broker import Broker
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig
 from pgtrickle.service.launcher import Launcher
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.rotation import Rotation
-from pgtrickle.service.watch import Watch
+from pgtrickle.service.remote_watch import RemoteWatch
+from pgtrickle.service.scheduling.rotation import Rotation
+from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.service")
 
@@ -30,8 +30,8 @@ class Service:
 
     def __post_init__(self) -> None:
         self.pool = Pool(4)
-        self.watch = Watch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
-        self.beside = Beside()
+        self.watch = RemoteWatch(Connections(frozenset(self.config.trusted_owners), self.config.dsn_policy))
+        self.helpers = HelperProcesses()
         self.broker = Broker(self.service_id, self.watch.connections, self.config.lease_seconds, self.config.broker)
         self.rotation = Rotation()
         self.launchers = [
@@ -41,7 +41,7 @@ class Service:
                 self.service_id,
                 self.pool,
                 self.watch,
-                self.beside,
+                self.helpers,
                 self.broker,
                 self.rotation,
                 self._fit_pool,
@@ -67,7 +67,7 @@ class Service:
         self.watch.stop()
         self.broker.stop()
         self.watch.connections.end()
-        self.beside.close()
+        self.helpers.close()
         return finished
 
     def _fit_pool(self) -> None:

@@ -10,9 +10,9 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.connection import is_pooled
-from pgtrickle.engine.failures import Policy
-from pgtrickle.service.turns import Share
+from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.refresh.failures import Policy
+from pgtrickle.service.scheduling.fair_queue import Share
 
 IDLE_IN_APPLY = "60s"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

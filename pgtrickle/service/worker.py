@@ -15,19 +15,19 @@ import psycopg
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.engine.beside import Beside
-from pgtrickle.engine.connection import be_pooled
-from pgtrickle.engine.failures import LONGEST_MESSAGE, is_retried, kind_of
-from pgtrickle.engine.lease import KeptElsewhere
-from pgtrickle.engine.programs import Plans
-from pgtrickle.engine.reach import Connections
-from pgtrickle.engine.refresh import Engine
-from pgtrickle.engine.types import Outcome
-from pgtrickle.engine.verify import Verification, answer_requests
-from pgtrickle.service.broker import Broker
-from pgtrickle.service.connections import Budget
+from pgtrickle.postgres.connection import be_pooled
+from pgtrickle.refresh.claim.lease import BorrowedLease
+from pgtrickle.refresh.failures import LONGEST_MESSAGE, is_retried, kind_of
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses
+from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.planning.programs import Plans
+from pgtrickle.refresh.results import Outcome
+from pgtrickle.refresh.verify import Verification, answer_requests
+from pgtrickle.service.broker.broker import Broker
+from pgtrickle.service.connection_budget import Budget
+from pgtrickle.service.scheduling.units import Unit
 from pgtrickle.service.settings import Settings
-from pgtrickle.service.units import Unit
+from pgtrickle.sites.remote.connections import Connections
 
 log = logging.getLogger("pgtrickle.worker")
 IDLE_SECONDS = 60.0
@@ -42,7 +42,7 @@ class Workers:
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
     connections: Connections = field(default_factory=Connections)  # to other databases
-    beside: Beside | None = None
+    helpers: HelperProcesses | None = None
     broker: Broker | None = None
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,7 +51,7 @@ class Workers:
         """Refresh the stream tables of a unit."""
         with self.budget.working(), self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
-            engine.elsewhere.brokers = self.broker if settings.brokered else None
+            engine.remote.brokers = self.broker if settings.brokered else None
             conn = engine.conn
             if settings.pooler == "transaction":
                 be_pooled(conn)
@@ -70,7 +70,7 @@ class Workers:
         """Compare a stream table with its query."""
         with self.budget.working(), self._engine(f"worker {number}") as engine:
             engine.policy = settings.policy
-            engine.elsewhere.brokers = None
+            engine.remote.brokers = None
             if settings.pooler == "transaction":
                 be_pooled(engine.conn)
             return answer_requests(engine, unit.ids[0])
@@ -90,8 +90,8 @@ class Workers:
         engine = self._rested()
         if engine is None:
             conn = self.budget.open(name, self.database)
-            lease = KeptElsewhere(self.service_id)
-            engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, beside=self.beside)
+            lease = BorrowedLease(self.service_id)
+            engine = Engine(conn, lease=lease, plans=self.plans, connections=self.connections, helpers=self.helpers)
         try:
             yield engine
         except BaseException:

@@ -22,13 +22,13 @@ from click.testing import CliRunner, Result
 from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
-from pgtrickle.api import connect
+from pgtrickle.api.database import connect
 from pgtrickle.catalog.install import install as install_catalog
-from pgtrickle.cli.profile import profile
-from pgtrickle.cli.top import top
-from pgtrickle.cli.tune import tune
+from pgtrickle.cli.commands.profile import profile
+from pgtrickle.cli.commands.top import top
+from pgtrickle.cli.commands.tune import tune
 from pgtrickle.errors import NotInstalledError
-from pgtrickle.monitor.tuning import PROFILES, read_setting
+from pgtrickle.observability.tuning import PROFILES, read_setting
 from tests.support.database import TestDatabase, fresh_database
 
 pytestmark = pytest.mark.pgversions
@@ -360,7 +360,7 @@ def test_top_is_live_on_a_terminal_and_ends_with_ctrl_c(shop: TestDatabase, conn
 
 def start(command: str, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     """A command as a process of its own, for signals."""
-    program = f"from pgtrickle.cli.{command} import {command}; {command}()"
+    program = f"from pgtrickle.cli.commands.{command} import {command}; {command}()"
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 
 import pgtrickle
-from pgtrickle.capture.frontier import Snapshot
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.offers import Offered
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.sites.broker import SharedChanges
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until
 
@@ -90,7 +90,7 @@ def test_an_expression_that_fails_is_the_matter_of_who_wants_it(shop: Hub) -> No
         for number in (2, 3):
             shop.change(number)
             shop.await_exact()
-        assert service.broker._desks
+        assert service.broker._publishers
 
 
 def test_who_drops_its_stream_tables_leaves_the_registry(shop: Hub) -> None:
@@ -119,10 +119,10 @@ def test_only_the_service_role_sees_the_token(shop: Hub) -> None:
 
 def test_an_offer_serves_whoever_is_not_behind_its_base() -> None:
     rows = pa.table({"xid": [80, 95, 100, 105], "w": [1, 1, -1, 1]})
-    offered = Offered(Snapshot(80, 90, (80,)), {}, rows)
-    assert offered.serves(Snapshot(90, 100, ()))
-    assert offered.changed(Snapshot(90, 100, ())) == 2
-    assert offered.changed(Snapshot(80, 106, (80,))) == 1
-    assert offered.changed(Snapshot(80, 90, (80,))) == 4
-    assert not offered.serves(Snapshot(70, 89, ()))
-    assert not offered.serves(Snapshot(85, 100, (85,)))
+    brokered = SharedChanges(Snapshot(80, 90, (80,)), {}, rows)
+    assert brokered.serves(Snapshot(90, 100, ()))
+    assert brokered.changed(Snapshot(90, 100, ())) == 2
+    assert brokered.changed(Snapshot(80, 106, (80,))) == 1
+    assert brokered.changed(Snapshot(80, 90, (80,))) == 4
+    assert not brokered.serves(Snapshot(70, 89, ()))
+    assert not brokered.serves(Snapshot(85, 100, (85,)))

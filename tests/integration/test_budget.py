@@ -11,7 +11,7 @@ import pytest
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.service.config import ConfigError, ServerConfig, ServiceConfig, load_config
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.service import Service
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query

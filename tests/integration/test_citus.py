@@ -7,11 +7,11 @@ import re
 import psycopg
 import pytest
 
-from pgtrickle.engine import apply
 from pgtrickle.errors import (
     InvalidQueryError,
     NotDifferentiableError,
 )
+from pgtrickle.refresh.apply import transaction
 from tests.support.citus_shop import QUERIES, Shop, needs_citus
 
 pytestmark = needs_citus
@@ -207,7 +207,7 @@ def test_stream_tables_are_placed_as_they_are_asked_for(shop: Shop, st_placement
 
 
 def test_small_results_are_on_all_nodes_and_large_ones_distributed(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apply, "LARGE_ROWS", 501)
+    monkeypatch.setattr(transaction, "LARGE_ROWS", 501)
     shop.create("totals", "rows", "doubled", "local", "referenced", "mixed", st_placement=None)
     assert shop.placement("totals") == ("reference", "reference")
     assert shop.placement("doubled") == ("distributed", "distributed")

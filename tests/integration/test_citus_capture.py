@@ -18,7 +18,7 @@ from pgtrickle.errors import (
     SourceLockedError,
 )
 from tests.support.citus_shop import QUERIES, Shop, needs_citus
-from tests.support.trap import TRAP, caught, set_trap
+from tests.support.shadow_operators import SHADOW_SCHEMA, create_shadows, shadow_calls
 
 pytestmark = needs_citus
 
@@ -299,10 +299,10 @@ def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -
         assert shards
         with psycopg.connect(shop.cluster.superuser_dsn(node), autocommit=True) as there:
             there.execute("SET citus.enable_ddl_propagation = off")
-            set_trap(there)
+            create_shadows(there)
             (turn,) = there.execute("SELECT relname FROM pg_class WHERE relname LIKE 'turn%'").fetchall()
             dsn = make_conninfo(
-                shop.cluster.superuser_dsn(node), user="guest", options=f"-c search_path={TRAP},pg_catalog"
+                shop.cluster.superuser_dsn(node), user="guest", options=f"-c search_path={SHADOW_SCHEMA},pg_catalog"
             )
             with psycopg.connect(dsn, autocommit=True) as guest:
                 for usual in (True, False):
@@ -312,9 +312,9 @@ def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -
                         )
                     for (shard,) in shards:  # in this very session, whose search path Citus passes to nobody
                         guest.execute(f"UPDATE {shard} SET v = v OPERATOR(pg_catalog.+) 1000".encode())
-                assert caught(there, "guest") == []
+                assert shadow_calls(there, "guest") == []
                 guest.execute("SELECT true WHERE 'a'::text = 'a'::text")
-                assert caught(there, "app") == [("guest", "=")], "the trap is none"
+                assert shadow_calls(there, "app") == [("guest", "=")], "the trap is none"
     assert shop.refresh()["rows"][0] == "DIFFERENTIAL"
 
 

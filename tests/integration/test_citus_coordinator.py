@@ -8,12 +8,12 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
-from pgtrickle.engine import other_cuts
-from pgtrickle.engine.other_cuts import OtherCuts
-from pgtrickle.engine.reading import Reading
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
+from pgtrickle.refresh.snapshot_reader import SnapshotReader
+from pgtrickle.sites.remote import cuts
+from pgtrickle.sites.remote.cuts import RemoteCuts
 from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, citus_shop, needs_citus
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import fresh, running_service
@@ -310,10 +310,10 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
     everywhere.create("totals", "rows")
     everywhere.goes_on()
     everywhere.refresh()
-    asked = OtherCuts._has_news
+    asked = RemoteCuts._has_news
     answers: list[bool] = []
 
-    def look(self: OtherCuts, *arguments: Any) -> bool:
+    def look(self: RemoteCuts, *arguments: Any) -> bool:
         found = asked(self, *arguments)
         answers.append(found)
         if answers == [False, False]:
@@ -321,8 +321,8 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
                 conn.execute("UPDATE t SET v = v + 1")
         return found
 
-    monkeypatch.setattr(OtherCuts, "_has_news", look)
-    monkeypatch.setattr(other_cuts, "AT_ONCE", 1)
+    monkeypatch.setattr(RemoteCuts, "_has_news", look)
+    monkeypatch.setattr(cuts, "AT_ONCE", 1)
     everywhere.refresh()
     assert answers[:2] == [False, False]
     everywhere.goes_on()
@@ -331,15 +331,15 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
 def test_a_table_is_made_anew_before_its_query_is_compiled(single: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     single.create("totals", "local")
     single.conn.execute("SET citus.enable_unsafe_triggers = on")
-    compile_unknown, steps = Reading.compile_unknown, ["SELECT undistribute_table('t')"]
+    compile_unknown, steps = SnapshotReader.compile_unknown, ["SELECT undistribute_table('t')"]
 
-    def meanwhile(self: Reading, works: Any) -> None:
+    def meanwhile(self: SnapshotReader, works: Any) -> None:
         if steps:
             single.conn.execute(steps.pop().encode())
             self.programs.plans.forget(works[0].row.pgt_id)
         compile_unknown(self, works)
 
-    monkeypatch.setattr(Reading, "compile_unknown", meanwhile)
+    monkeypatch.setattr(SnapshotReader, "compile_unknown", meanwhile)
     single.change()
     ids = [single.db.stream_table(name).id for name in single.queries]
     outcome = single.db.engine.attempt(ids, "TEST")

@@ -14,8 +14,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import HOST, EmbeddedServer
-from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError, RefreshesFailedError
+from pgtrickle.sites.remote import connections
 from tests.support.citus import Cluster, cluster
 from tests.support.citus_shop import needs_citus
 from tests.support.oracle import assert_equal_to_query
@@ -143,7 +143,7 @@ def bank(
     """With shards on two workers, unless the test says otherwise: on one node alone, or on the coordinator too."""
     where = getattr(request, "param", "workers")
     workers = 0 if where == "one node" else 2
-    monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
     with (
         cluster(nodes, workers) as made,
         psycopg.connect(made.dsn(), autocommit=True) as conn,

@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 import pgtrickle
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from tests.support.database import TestDatabase
 from tests.support.service import running_service, until
 

@@ -12,10 +12,11 @@ from click.testing import CliRunner
 
 import pgtrickle
 from pgtrickle.cli.main import cli
-from pgtrickle.engine import refresh, spark
-from pgtrickle.engine.sharing import Input
-from pgtrickle.engine.work import Work
 from pgtrickle.errors import RefreshError, RefreshesFailedError
+from pgtrickle.refresh import pipeline
+from pgtrickle.refresh.compute import spark_jobs
+from pgtrickle.refresh.compute.shared_text import Input
+from pgtrickle.refresh.work import Work
 from tests.support.database import TestDatabase
 
 FAILING = {"public.quotients", "public.remainders"}
@@ -95,7 +96,7 @@ def test_what_spark_cannot_compute_concerns_nobody_above(
 ) -> None:
     """Also where it is the only one of its level."""
     conn.execute("INSERT INTO names VALUES (1, 'a')")
-    run = spark.run_jobs
+    run = spark_jobs.run_jobs
     calls: list[int] = []
 
     def failing(jobs: list[Input]) -> list[Any]:
@@ -104,7 +105,7 @@ def test_what_spark_cannot_compute_concerns_nobody_above(
             raise RefreshError("Spark could not compute the change: no memory")
         return list(run(jobs))
 
-    monkeypatch.setattr(refresh, "run_jobs", failing)
+    monkeypatch.setattr(pipeline, "run_jobs", failing)
     with pytest.raises(RefreshError, match=r"public.named: Spark could not"):
         db.refresh(["named", "counted"])
     assert db.history("counted")[0]["action"] == "NO_DATA"

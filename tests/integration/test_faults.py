@@ -18,7 +18,7 @@ import pytest
 from psycopg import sql
 
 import pgtrickle
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.embedded.account import hand_over, server_account
 from pgtrickle.embedded.binaries import ServerVersion, find_binaries
 from pgtrickle.embedded.server import EmbeddedServer

@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine.types import Outcome
+from pgtrickle.refresh.results import Outcome
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
 

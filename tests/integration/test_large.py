@@ -9,8 +9,9 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import copying, large
-from pgtrickle.engine.executors import Reading, as_option
+from pgtrickle.postgres import copying
+from pgtrickle.refresh.compute import large
+from pgtrickle.spark.executors import ReadSpec, as_option
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
@@ -127,7 +128,7 @@ def test_a_large_result_of_small_tables_is_left_to_executors(
 def test_no_password_reaches_spark(database: TestDatabase) -> None:
     with psycopg.connect(database.direct_dsn, password="se'cret:\\") as conn:
         conninfo = large._worker_conninfo(conn)
-        task = as_option(Reading(conninfo, "snapshot", {}, [["SELECT 1"]], [("a", "STRING")], 1.0, 2.0))
+        task = as_option(ReadSpec(conninfo, "snapshot", {}, [["SELECT 1"]], [("a", "STRING")], 1.0, 2.0))
         assert "cret" not in task
         path = psycopg.conninfo.conninfo_to_dict(conninfo)["passfile"]
         assert Path(str(path)).read_text() == f"*:*:*:{conn.info.user}:se'cret\\:\\\\\n"

@@ -12,7 +12,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.install import install
-from pgtrickle.engine.failures import Kind
+from pgtrickle.refresh.failures import Kind
 from tests.support.database import TestDatabase
 from tests.support.standby import await_replay, standby_of
 

@@ -12,7 +12,7 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.connection import connect, is_pooled
+from pgtrickle.postgres.connection import connect, is_pooled
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 from tests.support.pgbouncer import POOL_SIZE, Pooler, pgbouncer_program, pooler_before

@@ -13,10 +13,10 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from pgtrickle.capture.frontier import Snapshot
-from pgtrickle.capture.window import since
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.install import install
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.frontier.window import since
 from tests.support.database import TestDatabase
 
 pytestmark = pytest.mark.pgversions

@@ -12,11 +12,11 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
+from pgtrickle.service.notifications import Waker
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings
-from pgtrickle.service.wake import Waker
 from pgtrickle.service.worker import Workers
 from tests.support.database import TestDatabase
 

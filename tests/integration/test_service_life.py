@@ -20,10 +20,10 @@ from psycopg import sql
 import pgtrickle
 from pgtrickle.embedded.binaries import ServerVersion
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.reach import Connections
-from pgtrickle.monitor.http import serve_http
+from pgtrickle.observability.metrics_server import serve_http
 from pgtrickle.service import launcher as launcher_module
 from pgtrickle.service.service import Service
+from pgtrickle.sites.remote.connections import Connections
 from tests.support.database import APP_ROLE, TestDatabase, fresh_database, prepare_server
 from tests.support.service import running_service, until
 
@@ -90,7 +90,7 @@ def test_readiness_names_databases_that_are_not_served(database: TestDatabase, s
             until(lambda: ask(address)[0] == 200, "readiness, for what is switched off is not missing")
 
 
-def told(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+def errors_naming(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
     """What was logged of a database."""
     return [record.getMessage() for record in caplog.records if getattr(record, "database", None) == name]
 
@@ -107,7 +107,7 @@ def test_a_catalog_or_database_that_is_removed_is_told_in_one_line(
             until(lambda: databases[database.name].served and databases[dropped.name].served)
             with pgtrickle.connect(database.dsn) as db:
                 db.uninstall()
-            until(lambda: "no longer served: its pgtrickle catalog was removed" in told(caplog, database.name))
+            until(lambda: "no longer served: its pgtrickle catalog was removed" in errors_naming(caplog, database.name))
             with pgtrickle.connect(database.dsn) as db:
                 db.install()
             until(lambda: databases[database.name].served)
@@ -134,7 +134,7 @@ def test_after_a_restart_of_the_server_databases_are_served_at_once(
                 with running_service(server.dsn("postgres", APP_ROLE), database.name) as service:
                     until(lambda: service.launchers[0].databases[database.name].served)
                     server.restart()
-                    until(lambda: "served again" in told(caplog, database.name))
+                    until(lambda: "served again" in errors_naming(caplog, database.name))
                     assert service.launchers[0].databases[database.name].problem is None
     finally:
         shutil.rmtree(base)

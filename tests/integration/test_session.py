@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from pgtrickle.engine.session import spark_session
+from pgtrickle.spark.session import spark_session
 
 
 def test_spark_leaves_ctrl_c_to_whoever_had_it() -> None:

@@ -12,12 +12,12 @@ from sqlglot import exp
 
 import pgtrickle
 from pgtrickle.catalog.gate import pass_gate
-from pgtrickle.delta.differentiate import MOST_OPERATORS
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine import reach
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, NotDifferentiableError, PrivilegeError
+from pgtrickle.ivm.differentiate import MOST_OPERATORS
 from pgtrickle.query.plan import Column, Filter, Plan, Relation, RelationColumn, Scan, UnionAll, Version
 from pgtrickle.query.types import PgType
+from pgtrickle.sites.remote import connections
 from tests.support.service import running_service, until
 from tests.support.tenants import QUERIES, Tenants, tenants
 
@@ -32,7 +32,7 @@ OTHERS = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database
 
 @pytest.fixture(autouse=True)
 def try_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ def test_what_does_not_fit_does_not_join_and_is_told(shop: Tenants, db: pgtrickl
     shop.assert_exact("rows", "totals", of=shop.names[:4])
     shop.run(without, "CREATE TABLE orders (id int PRIMARY KEY, customer int, amount numeric(10,2), note text)")
     shop.run(without, "INSERT INTO orders VALUES (1, 1, 1, 'late')")
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert [one.action for one in db.refresh(["rows", "totals"])] == ["DIFFERENTIAL"] * 2
     shop.assert_exact("rows", "totals", of=[*shop.names[:4], without])
 
@@ -197,12 +197,12 @@ def test_databases_of_a_server_are_found_by_their_names(shop: Tenants, db: pgtri
     assert added.members == shop.names
     create(db, "totals")
     new = shop.create(4)
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert [one.action for one in db.refresh(["totals"])] == ["DIFFERENTIAL"]
     shop.assert_exact("totals")
     shop.drop(shop.names[0])
     db.engine.connections.close()
-    db.engine.sets.settle()
+    db.engine.sets.update_members()
     assert db.database_sets()[0].members == shop.names
     assert new in shop.names
     assert [one.action for one in db.refresh(["totals"])] == ["REINITIALIZE"]

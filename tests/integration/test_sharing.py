@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import spark
-from pgtrickle.engine.sharing import Sharers
+from pgtrickle.refresh.compute import spark_jobs
+from pgtrickle.refresh.compute.shared_text import Sharers
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
 
@@ -84,13 +84,13 @@ def test_one_text_for_all_of_one_shape(
         db.create_stream_table(name, QUERIES[name], placement="spark", initialize=False)
     db.refresh(names)
     seen: list[int] = []
-    run_text = spark._run_text
+    run_text = spark_jobs._run_text
 
     def look(sharers: Sequence[Sharers]) -> pa.Table:
         seen.extend(len(some.jobs) for some in sharers)
         return run_text(sharers)
 
-    monkeypatch.setattr(spark, "_run_text", look)
+    monkeypatch.setattr(spark_jobs, "_run_text", look)
     for n in range(TENANTS):
         conn.execute(f"UPDATE item_{n} SET val = val + 40".encode())
     db.refresh(names)

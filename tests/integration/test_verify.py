@@ -14,13 +14,13 @@ from click.testing import CliRunner
 
 import pgtrickle
 from pgtrickle.catalog.analysis import load_query
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError
 from tests.support.database import TestDatabase
+from tests.support.remote_shop import QUERIES as REMOTE_QUERIES
+from tests.support.remote_shop import RemoteShop
 from tests.support.service import running_service, until
-from tests.support.three import QUERIES as ACROSS
-from tests.support.three import Three
 
 pytestmark = pytest.mark.pgversions
 
@@ -182,9 +182,9 @@ def test_a_difference_that_the_query_leaves_open_is_no_alarm(
     assert conn.execute("SELECT FROM pgtrickle.events() WHERE event = 'verification_failed'").fetchall() == []
 
 
-def test_what_reads_other_databases_is_not_compared_and_says_so(three: Three) -> None:
-    with pgtrickle.connect(three.home.dsn) as db:
-        db.create_stream_table("across", next(iter(ACROSS.values())), initialize=False)
+def test_what_reads_other_databases_is_not_compared_and_says_so(remote_shop: RemoteShop) -> None:
+    with pgtrickle.connect(remote_shop.home.dsn) as db:
+        db.create_stream_table("across", next(iter(REMOTE_QUERIES.values())), initialize=False)
         (found,) = db.verify("across")
         assert found.equal is None
         assert "reads other databases" in (found.reason or "")

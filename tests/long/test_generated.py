@@ -17,15 +17,15 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 from pgtrickle.errors import PgtrickleError
 from tests.support.corpus import SCHEMA_SQL
 from tests.support.database import TestDatabase
 from tests.support.generate import GeneratedQuery, admitted, generated
-from tests.support.kinds import SHOP, World
 from tests.support.mixed import MixedWorkload, mixed_world
 from tests.support.oracle import assert_equal_to_query
-from tests.support.sharing import shared_from
+from tests.support.shared_texts import shared_from
+from tests.support.value_kinds import SHOP, World
 from tests.support.workload import Workload
 
 NUMBER = int(os.environ.get("PGTRICKLE_GENERATED", "2000"))

@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-_START = "from pgtrickle.engine.session import spark_session; print(spark_session().range(3).count())"
+_START = "from pgtrickle.spark.session import spark_session; print(spark_session().range(3).count())"
 
 
 def test_spark_starts_from_the_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ QUERY = "SELECT f.id, f.val, g.name FROM fact f JOIN grp g ON g.id = f.grp"
 REFRESH = """
 import sys
 import pgtrickle
-from pgtrickle.engine.session import spark_session
+from pgtrickle.spark.session import spark_session
 
 with pgtrickle.connect(sys.argv[1]) as db:
     db.engine.reading.large = int(sys.argv[2])

@@ -16,11 +16,11 @@ import pytest
 from pyarrow import flight
 
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.offers import Offer
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.broker.broker import Broker
+from pgtrickle.service.broker.flight import request_shared_cut
 from pgtrickle.service.config import BrokerConfig, ConfigError, ServerConfig, ServiceConfig, load_config
-from pgtrickle.service.flight import ask_for_offer
 from pgtrickle.service.service import Service
+from pgtrickle.sites.broker import SharedCut
 from tests.support.database import APP_ROLE
 from tests.support.hub import Hub, hub_with
 from tests.support.service import until
@@ -59,9 +59,9 @@ class Elected:
     token: str
     node: str
 
-    def ask(self, ca: Path | None, token: str | None = None) -> Offer | None:
+    def ask(self, ca: Path | None, token: str | None = None) -> SharedCut | None:
         consumers = [str(uuid4())]  # one that has used no offer yet
-        return ask_for_offer(self.address, token or self.token, self.node, consumers, SECONDS, ca)
+        return request_shared_cut(self.address, token or self.token, self.node, consumers, SECONDS, ca)
 
 
 @contextmanager
@@ -107,9 +107,9 @@ def encrypted(server: EmbeddedServer, pair: Pair) -> Iterator[Elected]:
 
 def test_with_the_ca_a_client_reads(encrypted: Elected, pair: Pair) -> None:
     assert encrypted.address.startswith("grpc+tls://127.0.0.1:")
-    offer = encrypted.ask(pair.certificate)
-    assert offer is not None
-    assert offer.sources
+    shared_cut = encrypted.ask(pair.certificate)
+    assert shared_cut is not None
+    assert shared_cut.sources
 
 
 def test_another_service_finds_the_broker_and_verifies_it(encrypted: Elected, pair: Pair) -> None:
@@ -118,7 +118,7 @@ def test_another_service_finds_the_broker_and_verifies_it(encrypted: Elected, pa
     for ca, trusts in ((pair.certificate, True), (None, False)):
         other = Broker(uuid4(), connections, 30.0, BrokerConfig(ca=ca))
         other._intervals[hub.dsn] = SECONDS
-        assert (other.offer("hub", hub.dsn, encrypted.node, [str(uuid4())]) is not None) is trusts
+        assert (other.shared_cut("hub", hub.dsn, encrypted.node, [str(uuid4())]) is not None) is trusts
 
 
 def test_a_client_that_does_not_trust_the_certificate_gets_nothing(
@@ -139,7 +139,7 @@ def test_a_certificate_for_another_address_is_refused(server: EmbeddedServer, tm
 
 def test_an_encrypted_broker_does_not_speak_plain_text(encrypted: Elected) -> None:
     plain = encrypted.address.replace("grpc+tls", "grpc")
-    assert ask_for_offer(plain, encrypted.token, encrypted.node, [str(uuid4())], 2.0) is None
+    assert request_shared_cut(plain, encrypted.token, encrypted.node, [str(uuid4())], 2.0) is None
 
 
 @pytest.mark.parametrize("token", ["wrong", "wröng", ""])
@@ -159,7 +159,7 @@ def test_the_token_is_not_sent_to_another_machine_in_plain_text(caplog: pytest.L
     """0.0.0.0 is no loopback address, but leads to this machine: what connects is seen here."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"grpc://0.0.0.0:{listener.getsockname()[1]}"
-        assert ask_for_offer(address, "secret", "node", ["somebody"], 1.0) is None
+        assert request_shared_cut(address, "secret", "node", ["somebody"], 1.0) is None
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
             listener.accept()

@@ -10,8 +10,8 @@ import psycopg
 import pytest
 
 import pgtrickle
+from tests.security.hostile_tables import create_hostile_table
 from tests.security.roles import REFUSED, Roles
-from tests.security.traps import set_trap
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 
@@ -255,5 +255,5 @@ def test_a_temporary_table_of_an_owner_does_not_stop_the_apply_of_others(roles: 
     """A delta of more than 10,000 rows passes through a temporary table."""
     alice = roles.alice
     roles.sql(alice, f"INSERT INTO {alice}.orders SELECT i, 'many', 9 FROM generate_series(2000, 13000) AS i")
-    trap = set_trap(roles, "CREATE TEMP TABLE IF NOT EXISTS pgt_delta (x int);")
+    trap = create_hostile_table(roles, "CREATE TEMP TABLE IF NOT EXISTS pgt_delta (x int);")
     roles.assert_withstands(trap, rounds=1)

@@ -7,7 +7,7 @@ from contextlib import closing
 import psycopg
 import pytest
 
-from pgtrickle.engine.fence import blamed_for_timeouts
+from pgtrickle.postgres.fence import blamed_for_timeouts
 from tests.security.roles import Roles
 from tests.support.service import until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.engine import fence
+from pgtrickle.postgres import fence
 from tests.security.roles import Roles, Worker
 from tests.support.oracle import assert_equal_to_query
 

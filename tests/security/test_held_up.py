@@ -11,13 +11,13 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 import pgtrickle
-from pgtrickle.engine import reach
 from pgtrickle.service import scheduler as scheduler_module
-from pgtrickle.service.connections import Budget
+from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduler import Scheduler, Tended
 from pgtrickle.service.settings import read_settings
 from pgtrickle.service.worker import Workers
+from pgtrickle.sites.remote import connections
 from tests.security.roles import Roles
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import until
@@ -57,7 +57,7 @@ def _prepare_member(database: TestDatabase, owner: str) -> None:
 def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
     roles: Roles, member: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "LOCK_TIMEOUT", "200ms")
+    monkeypatch.setattr(connections, "REMOTE_LOCK_TIMEOUT", "200ms")
     with (
         roles.service() as db,
         psycopg.connect(member.direct_dsn_as(roles.mallory)) as lock,
@@ -65,13 +65,13 @@ def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
         db.add_database("crm", make_conninfo(member.direct_dsn, options=NEEDED))
         lock.execute("LOCK TABLE s.t IN ACCESS EXCLUSIVE MODE")
         with pytest.raises(psycopg.errors.LockNotAvailable):
-            db.engine.elsewhere.ask("crm", "SELECT FROM s.t", ())
+            db.engine.remote.ask("crm", "SELECT FROM s.t", ())
 
 
 def test_a_locked_member_does_not_keep_others_from_joining(
     roles: Roles, member: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reach, "LOCK_TIMEOUT", "200ms")
+    monkeypatch.setattr(connections, "REMOTE_LOCK_TIMEOUT", "200ms")
     with (
         fresh_database(member.server, "first") as first,
         fresh_database(member.server, "last") as last,
@@ -90,14 +90,14 @@ def test_a_locked_member_does_not_keep_others_from_joining(
             assert node is not None
             dsn = make_conninfo(one.direct_dsn, options=NEEDED)
             db.conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, '{}')", (name, dsn, node[0]))
-        db.engine.sets.settle()
+        db.engine.sets.update_members()
         joined = {row[0] for row in db.conn.execute("SELECT database FROM pgtrickle.pgt_shards").fetchall()}
         assert {"t_a", "t_c"} <= joined
         if lock.info.server_version >= 180000:
             assert "t_b" not in joined
             assert "lock timeout" in str(db.database_sets()[0].problem)
         lock.rollback()
-        db.engine.sets.settle()
+        db.engine.sets.update_members()
         joined = {row[0] for row in db.conn.execute("SELECT database FROM pgtrickle.pgt_shards").fetchall()}
         assert joined == {"t_a", "t_b", "t_c"}
 

@@ -10,7 +10,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from pgtrickle.monitor.http import Limits, serve_http
+from pgtrickle.observability.metrics_server import Limits, serve_http
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.service import Service
 from tests.support.service import until

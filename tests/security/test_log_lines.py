@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pgtrickle.monitor.logs import log_to_stderr
+from pgtrickle.observability.logs import log_to_stderr
 
 
 def test_nobodys_name_looks_like_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,10 +20,10 @@ from pyarrow import flight
 import pgtrickle
 from pgtrickle.catalog.databases import reachable
 from pgtrickle.catalog.trust import require_private_path
-from pgtrickle.engine.reach import Connections
 from pgtrickle.errors import ConnectionFailedError, DatabaseFailedError, UntrustedCatalogError
-from pgtrickle.service.broker import Broker
+from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.config import ServiceConfig, load_config
+from pgtrickle.sites.remote.connections import Connections
 from tests.security.roles import Roles
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.service import until
@@ -86,7 +86,7 @@ def test_functions_in_public_do_not_shadow_those_of_postgresql(roles: Roles) -> 
         with roles.service() as db:
             query = f"SELECT id, secret FROM crm.{roles.alice}.customers"
             db.create_stream_table("public.st", query, initialize=False)
-            asked = db.engine.elsewhere.ask("crm", "SELECT n FROM unnest(%s::text[]) AS n", (["a", "b"],))
+            asked = db.engine.remote.ask("crm", "SELECT n FROM unnest(%s::text[]) AS n", (["a", "b"],))
             db.drop_stream_table("public.st")
         assert asked == [("a",), ("b",)]
         other.roles.assert_powerless()

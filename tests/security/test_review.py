@@ -9,8 +9,8 @@ import psycopg
 import pytest
 
 import pgtrickle
+from tests.security.hostile_tables import create_hostile_table
 from tests.security.roles import Roles, Worker
-from tests.security.traps import set_trap
 from tests.support.oracle import assert_equal_to_query
 
 pytestmark = pytest.mark.pgversions
@@ -116,7 +116,7 @@ def test_a_deferred_foreign_key_runs_no_cast_when_who_refreshes_commits(roles: R
         INSERT INTO {mallory}.pk VALUES (1);
         CREATE TABLE {mallory}.fk (k {mallory}.k REFERENCES {mallory}.pk (t) DEFERRABLE INITIALLY DEFERRED)""",
     )
-    name = set_trap(roles, f"INSERT INTO {mallory}.fk VALUES (ROW(1)::{mallory}.k);")
+    name = create_hostile_table(roles, f"INSERT INTO {mallory}.fk VALUES (ROW(1)::{mallory}.k);")
     try_refresh(roles, name)
     roles.assert_powerless()
 
@@ -258,7 +258,7 @@ def test_the_mode_of_one_stream_table_is_not_that_of_others(roles: Roles) -> Non
     roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")
     with roles.service() as db:
         db.refresh([hers])
-        from pgtrickle.engine.connection import is_pooled
+        from pgtrickle.postgres.connection import is_pooled
 
         assert is_pooled(db.conn) == (roles.database.pooler is not None)
 

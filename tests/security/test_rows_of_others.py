@@ -9,8 +9,8 @@ import pytest
 
 import pgtrickle
 from pgtrickle.errors import PgtrickleError
+from tests.security.hostile_tables import create_hostile_table_in
 from tests.security.roles import Roles
-from tests.security.traps import set_trap_in
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import running_service, until
 
@@ -43,7 +43,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_does_not_outlive_the_code_that_changed_it(roles: Roles, setting: str, way: str) -> None:
     value, query = SETTINGS[setting]
-    trap = set_trap_in(way, roles, f"PERFORM set_config('{setting}', '{value}', false);")
+    trap = create_hostile_table_in(way, roles, f"PERFORM set_config('{setting}', '{value}', false);")
     roles.assert_withstands(trap, query=query.format(alice=roles.alice))
 
 

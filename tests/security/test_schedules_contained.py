@@ -11,7 +11,7 @@ import pytest
 from psycopg.types.json import Jsonb
 
 import pgtrickle
-from pgtrickle.service.cron import ScheduleError, next_time
+from pgtrickle.service.scheduling.cron import ScheduleError, next_time
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import fresh, running_service, until

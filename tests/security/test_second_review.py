@@ -11,10 +11,10 @@ import pytest
 
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
-from pgtrickle.engine.types import Outcome
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.refresh.results import Outcome
+from tests.security.hostile_tables import create_hostile_table, create_hostile_table_in
 from tests.security.roles import Roles
-from tests.security.traps import set_trap, set_trap_in
 from tests.support.database import fresh_database
 from tests.support.oracle import assert_equal_to_query
 
@@ -74,7 +74,7 @@ def test_a_trigger_cannot_hide_what_it_deferred(roles: Roles) -> None:
         f"INSERT INTO {m}.fk VALUES (ROW(1)::{m}.k)",
     )
     body = f"DELETE FROM {m}.pk WHERE t = 2; ALTER TABLE {m}.fk ALTER CONSTRAINT late NOT DEFERRABLE;"
-    outcome = attempt(roles, set_trap(roles, body))
+    outcome = attempt(roles, create_hostile_table(roles, body))
     assert "was locked or altered by a trigger" in str(*outcome.failures.values())
     roles.assert_powerless()
 
@@ -147,7 +147,9 @@ def test_default_privileges_open_nothing(roles: Roles) -> None:
     for (buffer,) in buffers:
         assert roles.peek(m, f"SELECT * FROM {buffer}") == ""
     function = f"pgtrickle_views.write_{roles.id_of(mine)}"
-    attempt(roles, set_trap(roles, f"PERFORM {function}('INSERT INTO {m}.loot SELECT current_user', NULL);"))
+    attempt(
+        roles, create_hostile_table(roles, f"PERFORM {function}('INSERT INTO {m}.loot SELECT current_user', NULL);")
+    )
     assert roles.rows(m, f"SELECT * FROM {m}.loot") == []
 
 
@@ -394,7 +396,9 @@ def test_code_that_ends_the_session_suspends_its_own_stream_table(roles: Roles, 
     known = roles.value(roles.app, f"SELECT current_setting('{setting}', true)")
     if known is None:
         pytest.skip(f"this PostgreSQL has no {setting}")
-    trap = set_trap_in(way, roles, f"PERFORM set_config('{setting}', '1ms', false); PERFORM pg_sleep(0.05);")
+    trap = create_hostile_table_in(
+        way, roles, f"PERFORM set_config('{setting}', '1ms', false); PERFORM pg_sleep(0.05);"
+    )
     with suppress(psycopg.Error, PgtrickleError):
         attempt(roles, trap)
     if way == "query" or setting == "transaction_timeout":
@@ -448,7 +452,7 @@ def test_a_failure_to_capture_is_its_owners(roles: Roles) -> None:
 
 
 def test_a_long_message_is_cut(roles: Roles) -> None:
-    trap = set_trap(roles, "RAISE EXCEPTION '%', repeat('x', 1000000);")
+    trap = create_hostile_table(roles, "RAISE EXCEPTION '%', repeat('x', 1000000);")
     assert attempt(roles, trap).failures
     length = roles.value(
         roles.app, f"SELECT max(length(last_error)) FROM pgtrickle.pgt_stream_tables WHERE pgt_id = {roles.id_of(trap)}"

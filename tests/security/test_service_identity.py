@@ -9,8 +9,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests.security.hostile_tables import create_hostile_table, create_hostile_table_in, plain_query
 from tests.security.roles import Roles
-from tests.security.traps import plain_query, set_trap, set_trap_in
 
 pytestmark = pytest.mark.pgversions
 
@@ -33,7 +33,7 @@ def test_the_default_of_a_domain_is_not_evaluated_by_a_definer(roles: Roles) -> 
 def test_a_temporary_view_does_not_take_the_place_of_a_system_catalog(roles: Roles, relation: str) -> None:
     """pg_temp is searched first unless search_path names it elsewhere."""
     shadow = f"CREATE OR REPLACE TEMP VIEW {relation} AS SELECT *, xmin FROM pg_catalog.{relation} WHERE {roles.mallory}.evil()"
-    name = set_trap(roles, f"EXECUTE '{shadow}'; EXECUTE 'GRANT SELECT ON pg_temp.{relation} TO PUBLIC';")
+    name = create_hostile_table(roles, f"EXECUTE '{shadow}'; EXECUTE 'GRANT SELECT ON pg_temp.{relation} TO PUBLIC';")
     roles.assert_withstands(name)
 
 
@@ -56,7 +56,7 @@ def test_a_search_path_does_not_outlive_the_code_that_set_it(roles: Roles, way: 
     mallory = roles.mallory
     roles.sql(mallory, SHADOWS.format(schema=mallory))
     hijack = f"PERFORM pg_catalog.set_config('search_path', '{mallory}, pg_catalog', false);"
-    roles.assert_withstands(set_trap_in(way, roles, hijack))
+    roles.assert_withstands(create_hostile_table_in(way, roles, hijack))
 
 
 def test_prepared_statements_of_the_service_are_not_replaced(roles: Roles) -> None:
@@ -75,7 +75,7 @@ def test_prepared_statements_of_the_service_are_not_replaced(roles: Roles) -> No
             END LOOP;
         END $$""",
     )
-    name = set_trap(roles, f"PERFORM {mallory}.replace_prepared();")
+    name = create_hostile_table(roles, f"PERFORM {mallory}.replace_prepared();")
     roles.assert_withstands(name, rounds=8)  # psycopg prepares a statement after five executions
 
 
@@ -101,9 +101,9 @@ def test_a_deferred_trigger_does_not_run_as_the_service(roles: Roles, where: str
         name = roles.create(mallory, "trap", plain_query(roles))
         roles.sql(mallory, DEFERRED.format(name, f"{mallory}.fire"))
     elif where == "other table":
-        name = set_trap(roles, f"INSERT INTO {mallory}.last VALUES (1);")
+        name = create_hostile_table(roles, f"INSERT INTO {mallory}.last VALUES (1);")
     else:  # deferred again by a trigger that SET CONSTRAINTS … IMMEDIATE fired
-        name = set_trap(roles, f"INSERT INTO {mallory}.first VALUES (1);")
+        name = create_hostile_table(roles, f"INSERT INTO {mallory}.first VALUES (1);")
         roles.sql(mallory, DEFERRED.format(f"{mallory}.first", f"{mallory}.again"))
     roles.assert_withstands(name)
 
@@ -130,7 +130,7 @@ def test_a_held_cursor_does_not_run_as_the_service(roles: Roles, way: str) -> No
     mallory = roles.mallory
     declare = f"EXECUTE format('DECLARE %I CURSOR WITH HOLD FOR SELECT {mallory}.evil()', 'c' || random()::text);"
     if way == "deferred trigger":
-        name = set_trap(roles, f"INSERT INTO {mallory}.later VALUES (1);")
+        name = create_hostile_table(roles, f"INSERT INTO {mallory}.later VALUES (1);")
         roles.sql(
             mallory,
             f"CREATE TABLE {mallory}.later (x int)",
@@ -138,7 +138,7 @@ def test_a_held_cursor_does_not_run_as_the_service(roles: Roles, way: str) -> No
             DEFERRED.format(f"{mallory}.later", f"{mallory}.hold"),
         )
     else:
-        name = set_trap_in(way, roles, declare)
+        name = create_hostile_table_in(way, roles, declare)
     roles.assert_withstands(name)
 
 
@@ -224,7 +224,7 @@ DEPUTIES = {
 @pytest.mark.parametrize("action", DEPUTIES)
 def test_an_owners_code_is_not_taken_for_an_administrator(roles: Roles, action: str) -> None:
     call, undone = DEPUTIES[action]
-    name = set_trap(roles, f"BEGIN PERFORM {call}; EXCEPTION WHEN insufficient_privilege THEN NULL; END;")
+    name = create_hostile_table(roles, f"BEGIN PERFORM {call}; EXCEPTION WHEN insufficient_privilege THEN NULL; END;")
     roles.assert_withstands(name, rounds=1)
     assert roles.value(roles.app, undone)
 
@@ -252,7 +252,7 @@ def test_an_owners_code_does_not_read_dsns(roles: Roles, way: str, source: str) 
         name = roles.create(mallory, "trap", f"SELECT id, {mallory}.spy(v) AS found FROM {mallory}.src")
         seen = f"SELECT found FROM {name}"
     else:
-        name = set_trap(roles, f"INSERT INTO {mallory}.loot VALUES ({mallory}.spy(1));")
+        name = create_hostile_table(roles, f"INSERT INTO {mallory}.loot VALUES ({mallory}.spy(1));")
         seen = f"SELECT what FROM {mallory}.loot"
     roles.assert_withstands(name, rounds=1)
     assert "crm.internal" not in str(roles.rows(mallory, seen))

@@ -24,8 +24,8 @@ import os
 import sys
 os.umask(0o022)
 from pyspark import StorageLevel
-from pgtrickle.engine.large import _password_file
-from pgtrickle.engine.session import spark_session, stop_spark
+from pgtrickle.refresh.compute.large import _password_file
+from pgtrickle.spark.session import spark_session, stop_spark
 
 def work():
     session = spark_session()
@@ -122,7 +122,7 @@ def test_a_disk_that_was_chosen_for_spark_has_the_private_directory(tmp_path: Pa
 
 def test_an_interrupted_start_leaves_neither_files_nor_a_jvm(tmp_path: Path) -> None:
     """A JVM that nobody waits for any more would make the directory again, open to all, and stay."""
-    program = "from pgtrickle.engine.session import spark_session; spark_session()"
+    program = "from pgtrickle.spark.session import spark_session; spark_session()"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", program]
     with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as process:

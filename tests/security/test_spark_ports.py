@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from pgtrickle.engine.session import spark_session
+from pgtrickle.spark.session import spark_session
 
 RPC_REQUEST = 3  # a message's type in Spark's network protocol
 

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.engine import large
+from pgtrickle.refresh.compute import large
 from tests.security.roles import Roles, Worker
 from tests.support.oracle import assert_equal_to_query
 from tests.support.service import until

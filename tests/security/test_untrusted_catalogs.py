@@ -10,9 +10,9 @@ import pytest
 
 import pgtrickle
 from pgtrickle.catalog.install import install, latest_version
-from pgtrickle.cli.findings import find_problems
+from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.errors import PgtrickleError, PrivilegeError
-from pgtrickle.monitor.tuning import read_server
+from pgtrickle.observability.tuning import read_server
 from pgtrickle.service.config import ServerConfig, ServiceConfig
 from pgtrickle.service.launcher import Launcher, Watched
 from pgtrickle.service.service import Service
@@ -183,7 +183,7 @@ def test_a_member_of_a_set_with_a_hostile_catalog_does_not_join(roles: Roles) ->
         with roles.service() as db:
             server = roles.database.server.dsn("postgres", login)
             added = db.add_database_set("tenants", pattern=own.database.name, server=server)
-            db.engine.sets.settle()
+            db.engine.sets.update_members()
         assert own.ran_as() == set()
         assert added.members == []
         assert f"belongs to role {roles.mallory}" in str(added.problem)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tests.support.kinds import LITERALS, LOOSE, ORDERED, PATTERNS, TYPES, WORDS, Value, World
+from tests.support.value_kinds import LITERALS, LOOSE, ORDERED, PATTERNS, TYPES, WORDS, Value, World
 
 _NUMBERS = {"int": "big", "money": "loose", "big": "loose", "loose": "loose"}
 _FORMS = {

@@ -17,7 +17,7 @@ import psycopg
 from psycopg import sql
 
 from tests.support.expressions import Expressions
-from tests.support.kinds import FAMILIES, KINDS_OF_OUTPUT, ORDERED, SHOP, TYPES, Value, World, fresh
+from tests.support.value_kinds import FAMILIES, KINDS_OF_OUTPUT, ORDERED, SHOP, TYPES, Value, World, fresh
 
 MOST_ROWS = 1500
 _TIMEOUT = "2s"

@@ -49,7 +49,7 @@ def freeze_running_job(steps: list[str]) -> None:
 
 
 def _freeze(steps: list[str]) -> None:
-    from pgtrickle.engine.session import spark_session
+    from pgtrickle.spark.session import spark_session
 
     tracker = spark_session().sparkContext.statusTracker()
 

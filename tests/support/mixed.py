@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from tests.support.kinds import TYPES, World
+from tests.support.value_kinds import TYPES, World
 
 _TABLES = {
     "a": {"id": "int", "k": "text", "n": "int", "f": "real", "w": "char", "at": "date", "q": "loose"},

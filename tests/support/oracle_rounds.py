@@ -7,11 +7,11 @@ from collections.abc import Collection
 import psycopg
 
 import pgtrickle
-from pgtrickle.api import Database
+from pgtrickle.api.database import Database
 from tests.support.corpus import SCHEMA_SQL, CorpusQuery
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
-from tests.support.sharing import shared_from
+from tests.support.shared_texts import shared_from
 from tests.support.workload import ROUNDS, Workload
 
 ALL_ROUNDS = range(1, ROUNDS + 1)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from sqlglot import exp
 
-from pgtrickle.delta.program import Program, build_program
-from pgtrickle.query.bind import Binder
+from pgtrickle.ivm.program import Program, build_program
+from pgtrickle.query.binder import Binder
 from pgtrickle.query.plan import Column, Relation, RelationColumn
 from pgtrickle.query.types import BOOL, INT4, INT8, NUMERIC, TEXT, PgType
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtrickle.engine.class_archive import archive_options, archive_path
+from pgtrickle.spark.class_archive import archive_options, archive_path
 
 
 @pytest.fixture

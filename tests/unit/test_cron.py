@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from pgtrickle.service.cron import ScheduleError, next_time
+from pgtrickle.service.scheduling.cron import ScheduleError, next_time
 
 
 @pytest.mark.parametrize(

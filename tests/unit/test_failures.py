@@ -6,17 +6,6 @@ import psycopg
 import pytest
 from psycopg import errors
 
-from pgtrickle.engine.failures import (
-    _CLASSES,
-    _STATES,
-    RETRIED,
-    Kind,
-    answers_requests,
-    is_retried,
-    kind_of,
-    kind_of_state,
-    pause_after,
-)
 from pgtrickle.errors import (
     DatabaseFailedError,
     FuseBlownError,
@@ -26,6 +15,17 @@ from pgtrickle.errors import (
     RefreshError,
     SourceChangedError,
     SourceLockedError,
+)
+from pgtrickle.refresh.failures import (
+    _CLASSES,
+    _STATES,
+    RETRIED,
+    Kind,
+    answers_requests,
+    is_retried,
+    kind_of,
+    kind_of_state,
+    pause_after,
 )
 
 # Every SQLSTATE that psycopg knows.

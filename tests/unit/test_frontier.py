@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pyarrow as pa
 
-from pgtrickle.capture.frontier import Frontier, Snapshot
-from pgtrickle.engine.fetch import consolidate
-from pgtrickle.engine.load import as_arrays
+from pgtrickle.frontier.frontier import Frontier
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.refresh.apply.load import as_arrays
+from pgtrickle.refresh.fetch.medium import consolidate
 
 
 def test_a_snapshot_prints_as_postgresql_does() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.delta.simplify import simplify
-from pgtrickle.engine.jobs import Job, change_job, check_cost, check_job
+from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.budget import Budget, OverBudget, planning_within
 from pgtrickle.query.plan import UnionAll
 from pgtrickle.query.unsupported import Unsupported
+from pgtrickle.refresh.planning.jobs import Job, change_job, check_cost, check_job
 from tests.support.planning import INTEGER, STRING, plan_query, table
 
 TABLES = [table(100 + i, f"r{i}", {"id": INTEGER, "ref": INTEGER, "kind": STRING}, ("id",)) for i in range(21)]

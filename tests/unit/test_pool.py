@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.turns import Share, Task
-from pgtrickle.service.units import Kind, Unit
+from pgtrickle.service.scheduling.fair_queue import Share, Task
+from pgtrickle.service.scheduling.units import Kind, Unit
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pgtrickle.monitor.sampling import SAMPLE, Sample, judge, plot
+from pgtrickle.observability.sampling import SAMPLE, Sample, judge, plot
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 Moment = tuple[int, int, int]  # active, pool size, queue depth

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.compile.place import Placer
+from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
-from pgtrickle.compile.spark import compile_spark, forms_of, fragment_forms
-from pgtrickle.delta.restrict import is_chain
-from pgtrickle.delta.simplify import simplify
+from pgtrickle.compile.spark.compiler import compile_spark, forms_of, fragment_forms
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.simplify import simplify
 from pgtrickle.query.plan import Flip, Fragment, KeyFilter, Plan, Regroup, Scan, Version, inputs_of, scans_of
 from pgtrickle.query.unsupported import Unsupported
 from tests.support.planning import plan_query
@@ -67,18 +67,18 @@ def test_a_change_of_too_many_operators_is_not_computed() -> None:
 
 def test_a_product_of_decimals_adds_up() -> None:
     program = plan_query("SELECT kind, sum(((id)::numeric * amount)) AS s FROM shop.orders GROUP BY kind")
-    assert program.linear is not None
-    assert program.linear.arguments[0].value.type.name == "numeric(20,2)"
+    assert program.additive is not None
+    assert program.additive.arguments[0].value.type.name == "numeric(20,2)"
 
 
 def test_sums_of_decimals_add_up_and_other_aggregates_recompute_their_groups() -> None:
     added = plan_query("SELECT kind, sum(amount) AS s, avg(amount) AS a, count(*) AS n FROM shop.orders GROUP BY kind")
-    assert added.linear is not None
-    assert len(added.linear.arguments) == 1  # sum and avg share one
+    assert added.additive is not None
+    assert len(added.additive.arguments) == 1  # sum and avg share one
     assert added.change is not None
     assert not any(isinstance(node, Regroup) for node in nodes(added.change))
     other = plan_query("SELECT kind, max(amount) AS m FROM shop.orders GROUP BY kind")
-    assert other.linear is None
+    assert other.additive is None
     assert isinstance(other.change, Regroup)
 
 
@@ -153,7 +153,7 @@ def test_a_condition_spark_does_not_know_stays_in_postgresql() -> None:
 def test_expressions_over_one_table_are_computed_where_it_is(query: str) -> None:
     program = plan_query(query)
     assert program.change is not None
-    for plan in (program.change, program.linear.input if program.linear is not None else program.core):
+    for plan in (program.change, program.additive.input if program.additive is not None else program.core):
         fragments = [node.plan for node in nodes(Placer("spark").place(plan)) if isinstance(node, Fragment)]
         assert fragments
         assert all(map(is_chain, fragments))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pgtrickle.service import rotation
-from pgtrickle.service.rotation import Rotation
+from pgtrickle.service.scheduling import rotation
+from pgtrickle.service.scheduling.rotation import Rotation
 
 
 class Clock:

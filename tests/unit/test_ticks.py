@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from datetime import UTC, datetime, timedelta
 
-from pgtrickle.service.ticks import LONGEST, SPACING, Tick, thinned
+from pgtrickle.service.scheduling.ticks import LONGEST, SPACING, Tick, thinned
 
 
 def test_few_are_kept_and_none_is_far_from_one_that_was_not() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pgtrickle.monitor.tuning import (
+from pgtrickle.observability.tuning import (
     PROFILES,
     SIZES,
     Change,

@@ -102,7 +102,7 @@ AS $$
 $$;
 
 -- The key of a query's result, where its shape shows it beyond doubt; else NULL. Python and the command line find the keys of all queries that are
--- maintained differentially (pgtrickle/delta/keys.py), and what is found here is what they find: of a query of one table the columns of that
+-- maintained differentially (pgtrickle/ivm/unique_key.py), and what is found here is what they find: of a query of one table the columns of that
 -- table's key, of a query that groups by columns these. Each has to be in the result once: of two it would not be clear which is meant.
 CREATE OR REPLACE FUNCTION pgtrickle._find_key(view regclass) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp

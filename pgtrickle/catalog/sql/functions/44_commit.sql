@@ -1,4 +1,4 @@
--- What a refresh needs that changes a stream table of another role than the service's: see pgtrickle/engine/fence.py and decision 019.
+-- What a refresh needs that changes a stream table of another role than the service's: see pgtrickle/postgres/fence.py and decision 019.
 
 -- Raises if something of an owner is left to run when the transaction of `backend` commits, where it would run with the session's rights: deferrable
 -- triggers and constraints of tables that it wrote to. Foreign keys are among them: planning their check may run code in index expressions. `ddl` says

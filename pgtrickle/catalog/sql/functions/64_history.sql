@@ -40,7 +40,7 @@ AS $$
     ORDER BY 1, 2
 $$;
 
--- What helps against a failure of a kind: see pgtrickle/engine/failures.py. Only what is suspended has to be resumed.
+-- What helps against a failure of a kind: see pgtrickle/refresh/failures.py. Only what is suspended has to be resumed.
 CREATE OR REPLACE FUNCTION pgtrickle._error_remedy(kind text, name text, suspended boolean) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,0 +1,152 @@
+"""Where each part of a delta plan runs: PostgreSQL reads and evaluates, Spark joins and adds up what changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from sqlglot import exp
+
+from pgtrickle.compile.pushdown import push_down
+from pgtrickle.compile.spark.aggregates import forms_needed
+from pgtrickle.compile.spark.arithmetic import number_sql
+from pgtrickle.compile.spark.expressions import NotOnSpark, SparkExpressions
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.outer_join import outer_as_union
+from pgtrickle.query.constants import constant
+from pgtrickle.query.plan import (
+    Aggregate,
+    Column,
+    Exists,
+    Filter,
+    Flip,
+    Fragment,
+    Join,
+    KeyFilter,
+    Negate,
+    Plan,
+    Project,
+    Regroup,
+    UnionAll,
+    Values,
+    Version,
+    databases_of,
+    inputs_of,
+    scanning,
+    scans_of,
+    used_ids,
+)
+
+Placement = Literal["auto", "spark"]
+
+
+class AcrossDatabases(Exception):
+    """A part of a plan that no single database can compute, and Spark not as PostgreSQL would."""
+
+
+@dataclass(frozen=True)
+class Placer:
+    """Cuts a plan into fragments for one placement."""
+
+    placement: Placement
+
+    def place(self, plan: Plan) -> Plan:
+        """The plan with its PostgreSQL parts wrapped as fragments; everything above them runs on Spark."""
+        if is_chain(plan) or isinstance(plan, Values):
+            return self._read(plan)
+        try:
+            return self._on_spark(plan)
+        except NotOnSpark as reason:
+            if len(databases_of(plan)) > 1 or any(scan.relation.shard for scan in scans_of(plan)):
+                raise AcrossDatabases(str(reason)) from reason
+            return Fragment(plan, str(reason))
+
+    def _read(self, plan: Plan) -> Plan:
+        scans = scans_of(plan)
+        if not scans or scans[0].version is not Version.OLD:
+            return Fragment(plan, "filters and expressions are evaluated where the rows are")
+        new, change = scanning(plan, Version.NEW), scanning(plan, Version.DELTA)
+        return UnionAll((self._read(new), Negate(self._read(change))), plan.columns)
+
+    def _on_spark(self, plan: Plan) -> Plan:
+        match plan:
+            case Filter(input=child, condition=condition):
+                self._check(child, condition)
+                return Filter(self.place(child), condition)
+            case KeyFilter(input=child):
+                return self.place(child)
+            case Project(input=child, items=items):
+                foreign = [value for _, value in items if not isinstance(value, exp.Column) and constant(value) is None]
+                if foreign:
+                    sunk = push_down(plan) if self.placement == "spark" or not _has_outer_join(child) else None
+                    if sunk is None:
+                        return self._calculate(plan, foreign[0])
+                    return self.place(sunk)
+                return Project(self.place(child), items)
+            case UnionAll(inputs=inputs, columns=columns):
+                return UnionAll(tuple(self.place(child) for child in inputs), columns)
+            case Join(kind="inner", left=left, right=right, condition=condition):
+                self._check(plan, condition)
+                return replace(plan, left=self.place(left), right=self.place(right))
+            case Join(left=left, right=right, condition=condition):
+                self._check(plan, condition)
+                if self.placement == "auto":
+                    raise NotOnSpark("the state of an outer join is read where it is")
+                return self._on_spark(outer_as_union(plan))
+            case Exists(left=left, right=right, condition=condition):
+                self._check(replace(plan, left=left), condition, plan.left, plan.right)
+                return replace(plan, left=self.place(left), right=self.place(right))
+            case Flip(left=left, right=right, condition=condition):
+                self._check(plan, condition, left, right)
+                return replace(
+                    plan,
+                    left=self.place(left),
+                    left_delta=self.place(plan.left_delta),
+                    right=self.place(right),
+                    right_delta=self.place(plan.right_delta),
+                )
+            case Regroup(new=new, old=old, trigger=trigger):
+                if self.placement == "auto":
+                    raise NotOnSpark("affected groups are recomputed where the rows are")
+                return Regroup(self._on_spark(new), self._on_spark(old), trigger)
+            case Aggregate(input=child):
+                if self.placement == "auto":
+                    raise NotOnSpark("groups of a state are computed where the rows are")
+                forms_needed(plan)
+                return replace(plan, input=self.place(child))
+            case Negate(input=child):
+                return Negate(self.place(child))
+            case _:
+                raise AssertionError(f"{type(plan).__name__} has no place")
+
+    def _calculate(self, plan: Project, example: exp.Expression) -> Plan:
+        """Numbers of several databases are added and multiplied on Spark; what reads one source is computed there."""
+        if len(databases_of(plan)) < 2 and not any(
+            scan.relation.shard for scan in scans_of(plan)
+        ):  # PostgreSQL can, and refuses what overflows
+            raise NotOnSpark(f"{example.sql(dialect='postgres')} reads several sources")
+        columns = {column.id: column for column in plan.input.columns}
+        below: dict[str, tuple[Column, exp.Expression]] = {}
+        items = []
+        for column, value in plan.items:
+            if isinstance(value, exp.Column) or constant(value) is not None:
+                items.append((column, value))
+            elif push_down(Project(plan.input, ((column, value),))) is not None:
+                below[column.id] = (column, value)
+                items.append((column, column.ref()))
+                continue
+            else:
+                number_sql(value, column.type, "native", SparkExpressions(columns))
+                items.append((column, value))
+            below |= {name: (columns[name], columns[name].ref()) for name in used_ids(value)}
+        return Project(self.place(Project(plan.input, tuple(below.values()))), tuple(items))
+
+    @staticmethod
+    def _check(plan: Plan, condition: exp.Expression, *sides: Plan) -> None:
+        columns = [column for side in (sides or (plan,)) for column in side.columns]
+        SparkExpressions({column.id: column for column in columns}).condition(condition)
+
+
+def _has_outer_join(plan: Plan) -> bool:
+    """Whether the state of an outer join is read, which `auto` leaves to PostgreSQL."""
+    return (isinstance(plan, Join) and plan.kind != "inner") or any(map(_has_outer_join, inputs_of(plan)))

@@ -1,0 +1,120 @@
+"""Computing an expression as low in a delta plan as one table reaches, where PostgreSQL evaluates it in the fetch.
+
+A projection passes unions, inner joins and marks: each term of a change computes its own. Above a recomputed group it
+stays, for what it reads is not there before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sqlglot import exp
+
+from pgtrickle.ivm.key_bounds import is_chain
+from pgtrickle.ivm.outer_join import outer_as_union
+from pgtrickle.query.plan import (
+    Column,
+    Exists,
+    Filter,
+    Flip,
+    Join,
+    Negate,
+    Plan,
+    Project,
+    UnionAll,
+    Values,
+    used_ids,
+)
+from pgtrickle.query.rewrites.columns import substitute
+
+Items = tuple[tuple[Column, exp.Expression], ...]
+
+
+def push_down(plan: Project) -> Plan | None:
+    """The same rows with every expression computed over one table; None where one needs several."""
+    return _compute(plan.input, plan.items)
+
+
+def _compute(plan: Plan, items: Items) -> Plan | None:
+    """The items over the plan's rows."""
+    if is_chain(plan) or all(isinstance(value, exp.Column) for _, value in items):
+        return Project(plan, items)
+    match plan:
+        case Values(columns=columns, rows=rows):
+            named = [dict(zip((column.id for column in columns), row, strict=True)) for row in rows]
+            computed = tuple(tuple(substitute(value, row) for _, value in items) for row in named)
+            return Values(tuple(column for column, _ in items), computed)
+        case Project(input=child, items=inner):
+            mapping = {column.id: value for column, value in inner}
+            return _compute(child, tuple((column, substitute(value, mapping)) for column, value in items))
+        case Filter(input=child, condition=condition):
+            below = _add_columns(child, items, used_ids(condition))
+            return None if below is None else _picked(Filter(below, condition), items)
+        case Negate(input=child):
+            below = _compute(child, items)
+            return None if below is None else Negate(below)
+        case UnionAll(inputs=inputs, columns=columns):
+            terms = [_compute(_renamed(child, columns), items) for child in inputs]
+            present = tuple(term for term in terms if term is not None)
+            return UnionAll(present, tuple(column for column, _ in items)) if len(present) == len(inputs) else None
+        case Join(kind="inner", left=left, right=right, condition=condition):
+            mine, theirs = _ids(left), _ids(right)
+            of_right = tuple(item for item in items if used_ids(item[1]) and used_ids(item[1]) <= theirs)
+            of_left = tuple(item for item in items if item not in of_right)
+            if not all(used_ids(value) <= mine for _, value in of_left):
+                return None
+            tested = used_ids(condition)
+            one, other = _add_columns(left, of_left, tested), _add_columns(right, of_right, tested)
+            return None if one is None or other is None else _picked(replace(plan, left=one, right=other), items)
+        case Join():
+            return _compute(outer_as_union(plan), items)
+        case Exists(left=left, right=right, condition=condition, mark=mark):
+            if _reads(items, mark):
+                return None
+            own = _apart(items, _ids(right))
+            below = _add_columns(left, own, used_ids(condition))
+            return None if below is None else _picked(replace(plan, left=below), own, items)
+        case Flip(left=left, left_delta=left_delta, right=right, condition=condition, mark=mark):
+            if _reads(items, mark):
+                return None
+            own, tested = _apart(items, _ids(right)), used_ids(condition)
+            below = _add_columns(left, own, tested)
+            change = _add_columns(_renamed(left_delta, left.columns), own, tested)
+            if below is None or change is None:
+                return None
+            return _picked(replace(plan, left=below, left_delta=change), own, items)
+        case _:
+            return None
+
+
+def _add_columns(plan: Plan, items: Items, needed: set[str]) -> Plan | None:
+    """The plan with what the items compute, and those of its own columns that are read above."""
+    computed = tuple(item for item in items if not isinstance(item[1], exp.Column))
+    passed = needed | {value.name for _, value in items if isinstance(value, exp.Column)}
+    return _compute(plan, (*computed, *((column, column.ref()) for column in plan.columns if column.id in passed)))
+
+
+def _picked(plan: Plan, items: Items, wanted: Items | None = None) -> Plan:
+    """The items, now that all of them are columns of the plan, under the names of those that are wanted."""
+    values = [value if isinstance(value, exp.Column) else column.ref() for column, value in items]
+    return Project(plan, tuple((column, value) for (column, _), value in zip(wanted or items, values, strict=True)))
+
+
+def _apart(items: Items, taken: set[str]) -> Items:
+    """The items under ids that the other side does not use: a padded row has NULL under the ids of that very side."""
+    return tuple(
+        (replace(column, id=f"own_{column.id}") if column.id in taken else column, value) for column, value in items
+    )
+
+
+def _renamed(plan: Plan, columns: tuple[Column, ...]) -> Plan:
+    return Project(plan, tuple((ours, theirs.ref()) for ours, theirs in zip(columns, plan.columns, strict=True)))
+
+
+def _reads(items: Items, mark: Column) -> bool:
+    """Whether an expression (not a plain column) needs the mark, which only the operator itself knows."""
+    return any(mark.id in used_ids(value) for _, value in items if not isinstance(value, exp.Column))
+
+
+def _ids(plan: Plan) -> set[str]:
+    return {column.id for column in plan.columns}

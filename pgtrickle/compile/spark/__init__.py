@@ -1,0 +1,1 @@
+"""Spark's SQL for what PostgreSQL's operators mean."""

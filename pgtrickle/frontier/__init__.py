@@ -1,0 +1,1 @@
+"""Up to where a stream table has seen its sources."""

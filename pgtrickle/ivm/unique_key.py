@@ -1,0 +1,154 @@
+"""The columns that tell a query's rows apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlglot import exp
+
+from pgtrickle.query.conditions import unwrap
+from pgtrickle.query.constants import constant
+from pgtrickle.query.plan import (
+    Aggregate,
+    Column,
+    Exists,
+    Filter,
+    Join,
+    Plan,
+    Project,
+    Scan,
+    UnionAll,
+    equi_keys,
+)
+
+
+def key_of(plan: Plan) -> frozenset[str] | None:
+    """Ids of columns whose values are unique in the plan's result (NULLs count as equal); None where none are known.
+
+    An empty set says that there is at most one row.
+    """
+    match plan:
+        case Scan(relation=relation, fields=fields):
+            ids = {item.name: column.id for column, item in fields}
+            if relation.key and all(name in ids for name in relation.key):
+                return frozenset(ids[name] for name in relation.key)
+            return None
+        case Filter(input=child):
+            return key_of(child)
+        case Project(input=child, items=items):
+            below = key_of(child)
+            if below is None:
+                return None
+            passed = _cast_items(plan) | {
+                value.name: column.id for column, value in items if isinstance(value, exp.Column)
+            }
+            return frozenset(passed[id_] for id_ in below) if all(id_ in passed for id_ in below) else None
+        case Join():
+            return _join_key(plan)
+        case Exists(left=left):
+            return key_of(left)
+        case Aggregate(keys=keys):
+            return frozenset(key.id for key in keys)
+        case UnionAll():
+            return _union_key(plan)
+        case _:
+            return None
+
+
+def _union_key(plan: UnionAll) -> frozenset[str] | None:
+    """Where a constant tells the inputs apart, it and a key that all of them have."""
+    positions = []
+    for child in plan.inputs:
+        key = key_of(child)
+        if key is None:
+            return None
+        positions.append({i for i, column in enumerate(child.columns) if column.id in key})
+    if all(_is_spread(child) for child in plan.inputs):
+        # The key of a distributed table is one over all nodes.
+        return frozenset(plan.columns[i].id for i in positions[0])
+    marks = [i for i in range(len(plan.columns)) if _tells_apart(plan.inputs, i)]
+    if not marks or any(found != positions[0] for found in positions):
+        return None
+    return frozenset(plan.columns[i].id for i in {marks[0], *positions[0]})
+
+
+def _is_spread(plan: Plan) -> bool:
+    """Whether these are rows of a distributed table on one node."""
+    match plan:
+        case Scan(relation=relation):
+            return relation.spread
+        case Filter(input=child) | Project(input=child):
+            return _is_spread(child)
+        case _:
+            return False
+
+
+def _tells_apart(inputs: Sequence[Plan], position: int) -> bool:
+    """Whether each input has a constant there, and each another one."""
+    values = [_constant(child, child.columns[position].id) for child in inputs]
+    return None not in values and len(set(values)) == len(values)
+
+
+def _constant(plan: Plan, id_: str) -> str | None:
+    """The one value that a column has in all rows."""
+    match plan:
+        case Filter(input=child):
+            return _constant(child, id_)
+        case Project(input=child, items=items):
+            value = next(value for column, value in items if column.id == id_)
+            return _constant(child, value.name) if isinstance(value, exp.Column) else constant(value)
+        case _:
+            return None
+
+
+def _join_key(plan: Join) -> frozenset[str] | None:
+    left, right = key_of(plan.left), key_of(plan.right)
+    if left is None or right is None:
+        return None
+    pairs = [(one, other) for one, other in equi_keys(plan) if one.type.equality_is_shared(other.type)]
+    # A side that is met by its whole key has at most one row for each row of the other.
+    if plan.kind in {"inner", "left"} and right <= _as_unique(plan.right, [other.id for _, other in pairs]):
+        return left
+    if plan.kind in {"inner", "right"} and left <= _as_unique(plan.left, [one.id for one, _ in pairs]):
+        return right
+    return left | right
+
+
+def _as_unique(plan: Plan, ids: Sequence[str]) -> set[str]:
+    """These columns, and those that they were cast from without making different values equal."""
+    return set(ids).union(*(_cast_from(plan, id_) for id_ in ids))
+
+
+def _cast_items(plan: Project) -> dict[str, str]:
+    """From columns below to what they are cast to, where different values stay different."""
+    types = {column.id: column.type for column in plan.input.columns}
+    found = {}
+    for column, value in plan.items:
+        inner = unwrap(value.this) if isinstance(value, exp.Cast) else None
+        if isinstance(inner, exp.Column) and types[inner.name].is_kept_apart_by(column.type):
+            found[inner.name] = column.id
+    return found
+
+
+def _cast_from(plan: Plan, id_: str) -> set[str]:
+    match plan:
+        case Filter(input=child):
+            return _cast_from(child, id_)
+        case Project(input=child, items=items):
+            value = next(value for column, value in items if column.id == id_)
+            casts = {target: source for source, target in _cast_items(plan).items()}
+            source = value.name if isinstance(value, exp.Column) else casts.get(id_)
+            if source is None:
+                return set()
+            below = {source} | _cast_from(child, source)
+            return {other.id for other, passed in items if isinstance(passed, exp.Column) and passed.name in below}
+        case _:
+            return set()
+
+
+def key_columns(plan: Plan, output: tuple[Column, ...]) -> tuple[str, ...] | None:
+    """The names of the output columns that form a key, in their order; None where the result has none of its own."""
+    key = key_of(plan)
+    if key is None or not key <= {column.id for column in output}:
+        return None
+    return tuple(column.name for column in output if column.id in key)

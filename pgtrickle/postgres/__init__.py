@@ -1,0 +1,1 @@
+"""Sessions with PostgreSQL: connections, transactions, COPY, and the fence around owners' code."""

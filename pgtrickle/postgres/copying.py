@@ -1,0 +1,93 @@
+"""What a COPY sends, as a file. psycopg's own object waits for every row by itself, which takes twice as long."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from psycopg.abc import PQGen
+from psycopg.errors import error_from_result
+from psycopg.generators import fetch_many
+from psycopg.pq import ExecStatus
+from psycopg.waiting import Wait
+from pyarrow import csv
+
+from pgtrickle.errors import RefreshError
+from pgtrickle.postgres.formats import PARSE, conversion
+
+# Bytes of one read that the driver holds. What is larger goes to Spark's executors.
+MOST_BYTES = 512 << 20
+
+
+class ResultTooLargeError(RefreshError):
+    """A query gives more than the driver holds."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"the query gives more than {MOST_BYTES >> 20} MB at once, which only Spark's executors can read",
+            "Executors need connections of their own: connect to the server itself, not through a pooler.",
+        )
+
+
+class CopyOut(io.RawIOBase):
+    """The rows of the COPY that the connection is in."""
+
+    def __init__(self, conn: psycopg.Connection[Any]) -> None:
+        self._conn = conn
+        self._rest = b""
+        self._over = False
+
+    def take(self, size: int | None = None) -> bytes:
+        """Whole rows of at least so many bytes, or all; less only where there are no more."""
+        return b"" if self._over else self._conn.wait(self._take(size))
+
+    def _take(self, size: int | None) -> PQGen[bytes]:
+        pgconn = self._conn.pgconn
+        rows: list[memoryview] = []
+        found = 0
+        while size is None or found < size:
+            length, row = pgconn.get_copy_data(1)
+            if length > 0:
+                rows.append(row)
+                found += length
+            elif length == 0:
+                while not (yield Wait.R):
+                    continue
+                pgconn.consume_input()
+            else:
+                self._over = True
+                for result in (yield from fetch_many(pgconn)):
+                    if result.status != ExecStatus.COMMAND_OK:
+                        raise error_from_result(result, self._conn.info.encoding)
+                break
+        return b"".join(rows)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        whole = self._rest
+        if len(whole) < len(buffer):
+            whole += self.take(len(buffer) - len(whole))
+        given = whole[: len(buffer)]
+        self._rest = whole[len(given) :]
+        buffer[: len(given)] = given
+        return len(given)
+
+
+def copy_out(
+    conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema, most: int | None = None
+) -> pa.Table:
+    """The rows of a query as an Arrow table of the given schema."""
+    command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
+    with conn.cursor() as cursor, cursor.copy(command):
+        data = CopyOut(conn).take(most)
+        if most is not None and len(data) >= most:
+            raise ResultTooLargeError
+    if not data:
+        return schema.empty_table()
+    read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), 1 << 28))
+    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))

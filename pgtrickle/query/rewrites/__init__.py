@@ -1,0 +1,1 @@
+"""Equivalent plans that are cheaper to maintain, one rewrite per file."""

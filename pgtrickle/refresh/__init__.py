@@ -1,0 +1,1 @@
+"""One refresh, in the order of its stages: claim, planning, cut, decide, fetch, compute, apply."""

@@ -1,0 +1,1 @@
+"""The transaction that brings a delta into the stream table."""

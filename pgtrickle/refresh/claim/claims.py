@@ -1,0 +1,35 @@
+"""Claims: who refreshes a stream table. A row in the catalog, held under a lease, with a token that the apply proves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+
+from pgtrickle.catalog.analysis import load_query
+from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
+
+
+@dataclass(frozen=True)
+class Claims:
+    """The claims of one process on the stream tables of one database."""
+
+    conn: psycopg.Connection[Any]
+    lease: Lease | BorrowedLease
+
+    def take(self, ids: Sequence[int]) -> dict[int, int]:
+        """Claim what nobody else holds; gives the tokens."""
+        self.lease.ensure()
+        parameters = {"service": self.lease.service_id, "ids": list(ids)}
+        with self.conn.transaction():
+            return dict(self.conn.execute(load_query("claim"), parameters).fetchall())
+
+    def release(self, conn: psycopg.Connection[Any], ids: Sequence[int]) -> None:
+        """Give claims back."""
+        if ids:
+            conn.execute(
+                "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL WHERE claimed_by = %s AND pgt_id = ANY (%s)",
+                (self.lease.service_id, list(ids)),
+            )

@@ -1,0 +1,1 @@
+"""Jobs on Spark: from fetched rows to the delta."""

@@ -1,0 +1,1 @@
+"""What a refresh does, and what it costs."""

@@ -1,0 +1,138 @@
+"""Reading many changes in a process beside the service.
+
+Python takes the rows of a COPY one at a time and lets no other thread run meanwhile: a million of them would hold up every
+other refresh of the service for seconds. The process beside it reads in the snapshot that the cut exported, and hands over
+an Arrow table. Orders come on its standard input and answers leave on its standard output, both pickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO
+
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+from pyarrow import ipc
+
+from pgtrickle.postgres.copying import copy_out
+from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
+
+MANY = 8 << 20  # bytes of a change buffer from which it is worth while
+IDLE_SECONDS = 60.0  # after which a process ends
+LIMITS = {"statement_timeout": STATEMENT_TIMEOUT, "lock_timeout": SHARED_LOCK_TIMEOUT}
+_MOST = 2
+_LOST = b""  # instead of an answer: the process is gone
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to read: a statement, in the snapshot that a cut exported."""
+
+    conninfo: str
+    password: str | None
+    snapshot: str
+    settings: Mapping[str, str]
+    statement: str
+    schema: pa.Schema
+
+
+class HelperProcesses:
+    """The processes; they are started when needed, and end when the service does, however it ends."""
+
+    def __init__(self, many: int = MANY) -> None:
+        self.many = many
+        self._free = threading.Semaphore(_MOST)
+        self._lock = threading.Lock()
+        self._idle: list[subprocess.Popen[bytes]] = []
+
+    def read(self, order: Order) -> pa.Table | None:
+        """The rows; None where the process was lost, so that they have to be read here."""
+        with self._free:
+            rested = self._rested()
+            answer = self._ask(rested, order) if rested is not None else _LOST
+            if answer is _LOST:
+                answer = self._ask(_start(), order)
+        if isinstance(answer, psycopg.Error):
+            raise answer
+        return ipc.open_stream(answer).read_all() if isinstance(answer, bytes) and answer is not _LOST else None
+
+    def close(self) -> None:
+        while (process := self._rested()) is not None:
+            _end(process)
+
+    def _rested(self) -> subprocess.Popen[bytes] | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _ask(self, process: subprocess.Popen[bytes] | None, order: Order) -> bytes | psycopg.Error | None:
+        if process is None:
+            return _LOST
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            pickle.dump(order, process.stdin)
+            process.stdin.flush()
+            answer: bytes | psycopg.Error | None = pickle.load(process.stdout)
+        except (EOFError, OSError, pickle.UnpicklingError):
+            _end(process)
+            return _LOST
+        with self._lock:
+            self._idle.append(process)
+        return answer
+
+
+def _start() -> subprocess.Popen[bytes] | None:
+    # In a session of its own: Ctrl-C is for the service, which finishes what it has begun.
+    command = [sys.executable, "-m", "pgtrickle.refresh.fetch.helper_process"]
+    try:
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    except OSError:
+        return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _read(order: Order) -> bytes:
+    """In the cut's snapshot. Who gave the order holds locks: nobody who waits for them may be waited for here."""
+    with psycopg.connect(order.conninfo, password=order.password) as conn:
+        conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
+        conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
+        set_local(conn, LIMITS | dict(order.settings))
+        table = copy_out(conn, sql.SQL(order.statement), order.schema)
+        conn.rollback()  # nothing that an owner's code left here runs at a commit
+    sink = pa.BufferOutputStream()
+    with ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
+
+
+def _serve(orders: IO[bytes], answers: IO[bytes]) -> None:
+    """Carry out orders until there are none for a while, or nobody to give them."""
+    while select.select([orders], [], [], IDLE_SECONDS)[0]:
+        try:
+            order = pickle.load(orders)
+        except EOFError:
+            return
+        try:
+            answer: bytes | psycopg.Error | None = _read(order)
+        except psycopg.DataError as error:
+            answer = error
+        except psycopg.Error:
+            answer = None  # no connection, no lock, a snapshot that is over: it has to be read there
+        pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin.buffer, sys.stdout.buffer)

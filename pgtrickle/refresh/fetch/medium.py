@@ -1,0 +1,133 @@
+"""Where fetched rows are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import psycopg
+import pyarrow as pa
+import pyarrow.compute as pc
+from psycopg import sql
+
+from pgtrickle.compile.shared_scan import Slice
+from pgtrickle.query.plan import Plan, Version, scans_of
+from pgtrickle.refresh.fetch.helper_process import HelperProcesses, Order
+from pgtrickle.refresh.fetch.reader import Reader
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One fragment to read: all of it, or the part that a condition leaves; of a distributed table, one query's rows."""
+
+    plan: Plan
+    schema: pa.Schema
+    statement: Callable[[sql.Composable | None, sql.Composable | None], sql.Composable]
+    reader: Reader
+
+
+class Medium(Protocol[T]):
+    """Where fetched rows are kept: in the driver's memory, or on Spark's executors."""
+
+    def empty(self, schema: pa.Schema) -> T: ...
+    def read(self, request: Request) -> T: ...
+    def consolidated(self, rows: T) -> T: ...
+    def count(self, rows: T) -> int: ...
+    def values(self, columns: Sequence[tuple[T, str]]) -> pa.Array:
+        """The distinct values of these columns, NULL among them where there is one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that were read together with those of other fragments."""
+
+    whole: pa.Table  # consolidated
+    slice: Slice
+
+
+@dataclass(frozen=True)
+class HelperRead:
+    """A process of its own for the changes of tables that have many."""
+
+    helpers: HelperProcesses
+    exported: str  # the cut's snapshot
+    many: frozenset[int]
+
+    def read(self, medium: InMemory, request: Request, statement: str) -> pa.Table | None:
+        """The rows; None for what has to be read here."""
+        scans = scans_of(request.plan)
+        if request.reader.database or not any(
+            s.version is Version.DELTA and s.relation.oid in self.many for s in scans
+        ):
+            return None
+        info = medium.conn.info
+        order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema)
+        return self.helpers.read(order)
+
+
+@dataclass
+class InMemory:
+    """Rows in the driver, as Arrow tables; what several stream tables read in one cut is read once."""
+
+    conn: psycopg.Connection[Any]
+    statements: list[str]  # what was sent
+    settings: Mapping[str, str] = field(default_factory=dict)
+    helpers: HelperRead | None = None  # where tables have many changes
+    _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
+    _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
+    _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
+
+    def part_of(self, rows: pa.Table) -> Part | None:
+        """Where rows were read together with others, what they are part of."""
+        return self._parts.get(id(rows))
+
+    def cut_out(self, whole: pa.Table, slice_: Slice) -> pa.Table:
+        """One fragment's rows of those that were read together."""
+        mine = whole.filter(whole.column(slice_.flag)) if slice_.flag is not None else whole
+        rows = mine.select([*slice_.columns.values(), "w"]).rename_columns([*slice_.columns, "w"])
+        self._parts[id(rows)] = Part(self.consolidated(whole), slice_)
+        return rows
+
+    def empty(self, schema: pa.Schema) -> pa.Table:
+        return schema.empty_table()
+
+    def read(self, request: Request) -> pa.Table:
+        statement = request.statement(None, None)
+        shown = statement.as_string(self.conn)
+        key = (request.reader.database, shown)
+        if key not in self._rows:
+            self.statements.append(shown)
+            rows = self.helpers.read(self, request, shown) if self.helpers is not None else None
+            self._rows[key] = rows if rows is not None else request.reader.copy_out(statement, request.schema)
+        return self._rows[key]
+
+    def consolidated(self, rows: pa.Table) -> pa.Table:
+        if id(rows) not in self._net:
+            net = self._net[id(rows)] = consolidate(rows)
+            if id(rows) in self._parts:
+                self._parts[id(net)] = self._parts[id(rows)]
+        return self._net[id(rows)]
+
+    def count(self, rows: pa.Table) -> int:
+        return int(rows.num_rows)
+
+    def values(self, columns: Sequence[tuple[pa.Table, str]]) -> pa.Array:
+        chunks = [rows.column(name).combine_chunks().cast(pa.string()) for rows, name in columns]
+        return pc.unique(pa.concat_arrays(chunks))
+
+
+def consolidate(table: pa.Table) -> pa.Table:
+    """Equal rows as one, with the sum of their weights; rows that cancel out are gone."""
+    names = [name for name in table.schema.names if name != "w"]
+    if table.num_rows == 0:
+        return table
+    if names:
+        grouped = table.group_by(names, use_threads=False).aggregate([("w", "sum")])
+        table = grouped.rename_columns([*names, "w"]) if grouped.schema.names[-1] == "w_sum" else grouped
+    else:
+        table = pa.table({"w": [pc.sum(table.column("w")).as_py()]})
+    return table.filter(pc.not_equal(table.column("w"), 0)).select([*names, "w"])

@@ -1,0 +1,77 @@
+"""Values that travel through a refresh."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pgtrickle.errors import RefreshConflictError
+from pgtrickle.refresh.apply.load import Delta
+from pgtrickle.refresh.failures import failure_of
+
+
+@dataclass
+class Phases:
+    """Seconds per phase, and the delta between Spark and apply."""
+
+    cut: float = 0.0
+    fetch: float = 0.0
+    plan: float = 0.0
+    spark: float = 0.0
+    apply: float = 0.0
+    delta: Delta | None = None
+
+    def seconds(self) -> dict[str, float]:
+        return {name: round(getattr(self, name), 6) for name in ("cut", "fetch", "plan", "spark", "apply")}
+
+
+@dataclass(frozen=True)
+class RefreshResult:
+    """What a refresh did."""
+
+    pgt_id: int
+    name: str
+    action: str  # NO_DATA, DIFFERENTIAL, FULL or REINITIALIZE
+    reason: str | None
+    rows_in: int
+    rows_inserted: int
+    rows_deleted: int
+    phases: dict[str, float]
+    refresh_id: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Outcome:
+    """What became of several stream tables that were to be refreshed together."""
+
+    results: list[RefreshResult] = field(default_factory=list)
+    failures: dict[int, Exception] = field(default_factory=dict)
+    taken: list[str] = field(default_factory=list)  # names of those that another process is refreshing
+    names: dict[int, str] = field(default_factory=dict)  # of those that failed
+
+    @property
+    def problems(self) -> dict[str, Exception]:
+        """What kept each from being refreshed, by name."""
+        taken = {
+            name: RefreshConflictError(
+                f"{name} is being refreshed, altered or dropped by another process",
+                "Wait for it to finish; if that process died, its claim ends with its lease, within half a minute.",
+            )
+            for name in self.taken
+        }
+        return taken | {self.names.get(id_, f"stream table {id_}"): error for id_, error in self.failures.items()}
+
+    def raise_problems(self, asked: int) -> None:
+        """Raise what kept some of those that were asked for from being refreshed."""
+        if self.problems:
+            raise failure_of(self.problems, asked)
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        self.results += other.results
+        self.failures |= other.failures
+        self.taken += other.taken
+        self.names |= other.names
+        return self

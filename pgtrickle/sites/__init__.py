@@ -1,0 +1,1 @@
+"""Where sources live, apart from the stream table's own database."""

@@ -1,0 +1,1 @@
+"""Other databases: connections, subscriptions and cuts."""

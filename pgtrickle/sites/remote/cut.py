@@ -1,0 +1,171 @@
+"""Cuts of other databases: one consistent state of each, with what they keep there for the stream tables that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import class_row
+
+from pgtrickle.catalog.databases import is_node
+from pgtrickle.errors import DatabaseFailedError, SourceLockedError
+from pgtrickle.frontier.snapshot import Snapshot
+from pgtrickle.postgres.connection import is_pooled
+from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.sites.broker import SharedCut
+from pgtrickle.sites.citus.shards import Shards, shards_here
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """A table of another database that a stream table reads, as it is known here."""
+
+    pgt_id: int
+    database: str
+    relid: int  # of what stands for it here
+    there: int  # its own
+    node: str  # of the database that has it
+    schema: str
+    name: str
+    shape: str
+    shard: bool  # it is read as the table of a member of a set
+    resolved: bool  # what stands for it is a foreign table of postgres_fdw
+    redirected: bool  # which points elsewhere now
+    consumer: str
+    label: str
+    columns: list[int]
+
+
+@dataclass(frozen=True)
+class Consumed:
+    """The same as its own database has it at the cut."""
+
+    consumer: str
+    relid: int
+    stable_name: str
+    buffer: str
+    buffered: int
+    signature: str
+    shape: str
+    proof: str | None
+    former_proof: str | None
+
+
+@dataclass(frozen=True)
+class RemoteCut:
+    """One consistent state of another database."""
+
+    database: str
+    conn: psycopg.Connection[Any]
+    node: str
+    snapshot: Snapshot
+    consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
+    incarnation: str  # of its server
+    shards: Mapping[int, Shards] = field(default_factory=dict)  # of a node, by table
+    looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
+    shared_cut: SharedCut | None = None  # of a broker, whose cut it is
+    proof: str = field(default_factory=lambda: str(uuid4()))
+
+
+def take_brokered_cut(
+    conn: psycopg.Connection[Any],
+    database: str,
+    sources: Sequence[ForeignSource],
+    shared_cut: SharedCut,
+    proofs: Mapping[str, str],
+) -> RemoteCut | None:
+    """A cut under the broker's snapshot; None where that cannot be: it is over, or older than what a consumer has stored.
+
+    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks. What a
+    consumer proved after its last cut tells that this one is later.
+    """
+    if is_pooled(conn) or not {source.there for source in sources} <= shared_cut.locked:
+        return None
+    conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+    try:
+        cut = replace(take_remote_cut(conn, database, sources, shared_cut.snapshot), shared_cut=shared_cut)
+        if all(proofs[one.consumer] in (one.proof, one.former_proof) for one in cut.consumed.values()):
+            return cut
+        conn.execute("ROLLBACK")
+        return None
+    except (
+        psycopg.errors.UndefinedObject,
+        psycopg.errors.InvalidParameterValue,
+        psycopg.errors.ObjectNotInPrerequisiteState,
+        SourceLockedError,
+    ):
+        conn.execute("ROLLBACK")
+        return None
+
+
+def take_remote_cut(
+    conn: psycopg.Connection[Any],
+    database: str,
+    sources: Sequence[ForeignSource],
+    snapshot: str | None = None,
+    locked: Sequence[str] = (),
+) -> RemoteCut:
+    """Lock what is read, of a node its shards, then take the snapshot, or another's."""
+    timeout = HURRIED_LOCK_TIMEOUT if is_node(database) else SHARED_LOCK_TIMEOUT
+    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
+    conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
+    conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+    names = [sql.Identifier(*name) for name in sorted({(source.schema, source.name) for source in sources})]
+    placed = {source.there for source in sources} if is_node(database) else set()
+    tables = [sql.SQL(name) for name in locked] if placed else names
+    try:
+        with conn.transaction():
+            if tables:
+                conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(sql.SQL(", ").join(tables)))
+    except psycopg.errors.LockNotAvailable as error:
+        raise SourceLockedError(
+            f"a table of database {database} is locked by another session: {error.diag.message_primary}",
+            "A service tries again by itself.",
+        ) from error
+    except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
+        pass  # renamed or dropped: its shape tells
+    if snapshot is not None:
+        conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
+    row = conn.execute(
+        "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
+    ).fetchone()
+    assert row is not None
+    if row[2]:
+        raise DatabaseFailedError(
+            f"database {database} is on a standby",
+            "Register its primary: changes are captured there, and snapshots true.",
+        )
+    with conn.cursor(row_factory=class_row(Consumed)) as cursor:
+        consumers = sorted({source.consumer for source in sources})
+        found = cursor.execute(
+            "SELECT consumer, relid, stable_name, buffer, buffered, signature, shape, proof::text, former_proof::text"
+            " FROM pgtrickle._consumed(%s)",
+            (consumers,),
+        ).fetchall()
+    consumed = {(one.consumer, one.relid): one for one in found}
+    members = sorted({source.consumer for source in sources if source.shard})
+    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
+    shards = shards_here(conn, placed)
+    if sorted(name for one in shards.values() for name in one.names) != sorted(locked):
+        raise SourceLockedError(
+            f"shards came to {database} or left it at this moment", "A service tries again by itself."
+        )
+    return RemoteCut(database, conn, row[0], Snapshot.parse(row[1]), consumed, row[3], shards, dict(looks))
+
+
+def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
+    """The shards of these tables that a node has now."""
+    shards = shards_here(conn, {source.there for source in sources})
+    return [name for one in shards.values() for name in one.names]
+
+
+def end_cut(conn: psycopg.Connection[Any]) -> None:
+    """The cut is over. Where the connection is lost, so is the cut."""
+    try:
+        conn.execute("ROLLBACK")
+    except psycopg.Error:
+        conn.close()
