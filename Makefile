@@ -74,6 +74,7 @@ lock: ## Take the newest versions that pyproject.toml allows into constraints.tx
 	mv build/constraints.txt constraints.txt
 
 dist: $(STAMP) ## Build the wheel and the source distribution in dist/
+	rm -rf build dist
 	$(BIN)/python -m build --outdir dist .
 
 clean: ## Remove everything that make created

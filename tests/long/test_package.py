@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,10 @@ def run(*command: str | Path, fails: bool = False) -> str:
 
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_a_distribution_works_in_an_empty_environment(tmp_path: Path, server: EmbeddedServer, kind: str) -> None:
-    run(sys.executable, "-m", "build", f"--{kind}", "--outdir", tmp_path, REPOSITORY)
-    (archive,) = (path for path in tmp_path.iterdir() if path.is_file())
+    sources = tmp_path / "sources"  # without what earlier builds left
+    shutil.copytree(REPOSITORY, sources, ignore=shutil.ignore_patterns(".*", "build", "dist", "*.egg-info"))
+    run(sys.executable, "-m", "build", f"--{kind}", "--outdir", tmp_path / "dist", sources)
+    (archive,) = (tmp_path / "dist").iterdir()
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python, pgtrickle = (tmp_path / "venv" / "bin" / name for name in ("python", "pgtrickle"))
     pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--constraint", REPOSITORY / "constraints.txt"]
