@@ -25,7 +25,7 @@ from bench.write_cost import SINGLE, Cost, insert_csv
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.refresh.compute.large import STATEMENT_SECONDS
 from pgtrickle.spark.executors import FORMAT, ReadSpec, as_option
-from pgtrickle.spark.session import large_settings, spark_session
+from pgtrickle.spark.session import large_session
 from tests.support import citus as clusters
 
 STORED, UPSERTS, DELETES = 200_000, 50_000, 10_000
@@ -126,33 +126,32 @@ def _loads(bench: Bench, made: clusters.Cluster, measured: Figures, repeat: int,
 def _read(database: str, sources: list[tuple[EmbeddedServer, list[str]]], rows: int) -> None:
     columns = [("region", "STRING"), ("amount", "BIGINT")]
     frames: list[DataFrame] = []
-    with large_settings():
-        held = [psycopg.connect(server.dsn(database, "app")) for server, _ in sources]
-        try:
-            for conn, (server, tables) in zip(held, sources, strict=True):
-                conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
-                row = conn.execute("SELECT pg_export_snapshot()").fetchone()
-                assert row is not None
-                columns_of = sql.SQL("SELECT region, amount FROM {}")
-                texts = [columns_of.format(sql.Identifier(name)).as_string(conn) for name in tables]
-                task = ReadSpec(
-                    server.dsn(database, "app"),
-                    row[0],
-                    {},
-                    [[text] for text in texts],
-                    columns,
-                    STATEMENT_SECONDS,
-                    STATEMENT_SECONDS,
-                )
-                reader = spark_session().read.format(FORMAT).schema("region STRING, amount BIGINT")
-                frames.append(reader.option("task", as_option(task)).load())
-            together = frames[0]
-            for frame in frames[1:]:
-                together = together.unionAll(frame)
-            found = together.selectExpr("count(*) AS n").collect()[0]["n"]
-        finally:
-            for conn in held:
-                conn.close()
+    held = [psycopg.connect(server.dsn(database, "app")) for server, _ in sources]
+    try:
+        for conn, (server, tables) in zip(held, sources, strict=True):
+            conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+            row = conn.execute("SELECT pg_export_snapshot()").fetchone()
+            assert row is not None
+            columns_of = sql.SQL("SELECT region, amount FROM {}")
+            texts = [columns_of.format(sql.Identifier(name)).as_string(conn) for name in tables]
+            task = ReadSpec(
+                server.dsn(database, "app"),
+                row[0],
+                {},
+                [[text] for text in texts],
+                columns,
+                STATEMENT_SECONDS,
+                STATEMENT_SECONDS,
+            )
+            reader = large_session().read.format(FORMAT).schema("region STRING, amount BIGINT")
+            frames.append(reader.option("task", as_option(task)).load())
+        together = frames[0]
+        for frame in frames[1:]:
+            together = together.unionAll(frame)
+        found = together.selectExpr("count(*) AS n").collect()[0]["n"]
+    finally:
+        for conn in held:
+            conn.close()
     if found != rows:
         raise RuntimeError(f"read {found} rows of {rows}")
 

@@ -56,12 +56,11 @@ def _run_small_jobs(session: SparkSession) -> None:
     """What refreshes do: rows from Arrow, joins, sums, windows, casts, rows to Arrow; small and large settings."""
     import pyarrow as pa
 
-    from pgtrickle.spark.session import large_settings
+    from pgtrickle.spark.session import large_session
 
     rows = pa.table({"s0": ["1.5", "2.5"], "s1": ["a", None], "s2": [True, False], "w": [1, -1]})
-    for _ in range(3):  # a class that the first run needs may only be linked by the next
-        session.createDataFrame(rows).createOrReplaceTempView("pgt_prepare")
-        session.sql(_SMALL_JOB).toArrow()
-    with large_settings():
-        session.sql(_SMALL_JOB).toArrow()
-    session.catalog.dropTempView("pgt_prepare")
+    # A class that the first run needs may only be linked by the next.
+    for each in (*[session] * 3, large_session()):
+        each.createDataFrame(rows).createOrReplaceTempView("pgt_prepare")
+        each.sql(_SMALL_JOB).toArrow()
+        each.catalog.dropTempView("pgt_prepare")

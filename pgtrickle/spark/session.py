@@ -1,4 +1,4 @@
-"""The one Spark session of this process, started when first needed."""
+"""The Spark sessions of this process, one for small and one for large refreshes; Spark starts when one is first needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +55,7 @@ _LARGE_SETTINGS = {
     "spark.sql.join.preferSortMergeJoin": "true",
 }
 _session: SparkSession | None = None
+_large_session: SparkSession | None = None
 
 
 def spark_is_running() -> bool:
@@ -114,21 +113,22 @@ def _started(builder: SparkSession.Builder) -> SparkSession:
         signal.signal(signal.SIGINT, former)
 
 
-@contextmanager
-def large_settings() -> Iterator[SparkSession]:
-    """The session with the settings of large refreshes. What others run meanwhile is slower, and as right."""
-    session = spark_session()
-    from pgtrickle.spark.executors import PostgresSource
+def large_session() -> SparkSession:
+    """The session of large refreshes: settings and temporary views of its own, over the same context."""
+    global _large_session
+    small = spark_session()
+    with _lock:
+        if _large_session is None:
+            from pgtrickle.spark.executors import PostgresSource
 
-    with _lock:  # two at once would both find that it is not there
-        session.dataSource.register(PostgresSource)
-    for name, value in _LARGE_SETTINGS.items():
-        session.conf.set(name, value)
-    try:
-        yield session
-    finally:
-        for name in _LARGE_SETTINGS:
-            session.conf.set(name, _SETTINGS[name])
+            session = small.newSession()
+            for name, value in _LARGE_SETTINGS.items():
+                session.conf.set(name, value)
+            session.dataSource.register(PostgresSource)
+            _large_session = session
+        # Makes it the active session of this thread, the only one in which Spark looks up the format of a writer.
+        _large_session.createDataFrame([], "nothing INT")
+        return _large_session
 
 
 def is_embedded() -> bool:
@@ -156,11 +156,11 @@ def _cores() -> int:
 
 def stop_spark() -> None:
     """End the session, if there is one, and remove its files."""
-    global _session
+    global _session, _large_session
     with _lock:
         if _session is not None:
             _session.stop()
-            _session = None
+            _session = _large_session = None
         remove_private_directory()
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
 import pytest
+from pyspark.sql import SparkSession
 
 import pgtrickle
 from pgtrickle.postgres import copying
+from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.compute import large
+from pgtrickle.refresh.planning.jobs import Job
 from pgtrickle.spark.executors import ReadSpec, as_option
+from pgtrickle.spark.session import large_session, spark_session
 from tests.support.corpus import SCHEMA_SQL, load_corpus
 from tests.support.database import TestDatabase
 from tests.support.oracle import assert_equal_to_query
@@ -87,6 +93,57 @@ def test_what_a_dead_process_staged_goes_with_the_next_large_refresh(
     db.refresh("facts")
     assert_equal_to_query(conn, "facts", "SELECT id FROM fact")
     assert _stages(conn) == []
+
+
+def test_large_and_small_refreshes_at_once_keep_their_settings(
+    database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two large and ten small ones, each over a connection of its own."""
+    conn.execute("CREATE TABLE fact (id int PRIMARY KEY, kind int)")
+    conn.execute("INSERT INTO fact SELECT i, i % 7 FROM generate_series(1, 5000) AS i")
+    queries = {
+        f"st_{n}": f"SELECT kind, count(*) AS n, max(id) AS last FROM fact WHERE id % 12 <> {n} GROUP BY kind"
+        for n in range(12)
+    }
+    with pgtrickle.connect(database.dsn) as db:
+        db.install()
+        for name, defined in queries.items():
+            db.create_stream_table(name, defined)
+    conn.execute("UPDATE fact SET kind = kind + 1 WHERE id % 3 = 0")
+    all_compute, met = threading.Barrier(len(queries)), threading.Lock()
+    found: list[tuple[bool, str]] = []
+
+    def settings_of(session: SparkSession) -> str:
+        return str(session.conf.get("spark.sql.shuffle.partitions"))
+
+    def refresh(number: int) -> None:
+        is_large = number < 2
+
+        def on_step(step: str) -> None:
+            if step == "spark":
+                all_compute.wait(300)
+
+        with pgtrickle.connect(database.dsn, on_step=on_step) as db:
+            if is_large:
+                db.engine.reading.large = -1
+            db.refresh(f"st_{number}")
+        with met:
+            found.append((is_large, settings_of(large_session() if is_large else spark_session())))
+
+    compute = large.LargeWork._compute
+    used: list[str] = []
+
+    def computed(work: large.LargeWork, job: Job, stage: str) -> Staged | None:
+        used.append(settings_of(next(iter(work._frames.values())).sparkSession))
+        return compute(work, job, stage)
+
+    monkeypatch.setattr(large.LargeWork, "_compute", computed)
+    with ThreadPoolExecutor(len(queries)) as pool:
+        list(pool.map(refresh, range(len(queries))))
+    assert used == ["32", "32"]
+    assert sorted(found) == [(False, "1")] * 10 + [(True, "32")] * 2
+    for name, defined in queries.items():
+        assert_equal_to_query(conn, name, defined)
 
 
 def test_owners_of_their_own_and_a_service_that_may_read_nothing(database: TestDatabase) -> None:

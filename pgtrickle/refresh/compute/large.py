@@ -39,7 +39,7 @@ from pgtrickle.refresh.planning.jobs import ZERO, Job
 from pgtrickle.sites.citus.shards import Shards
 from pgtrickle.spark.executors import FORMAT, ReadSpec, WriteSpec, as_option
 from pgtrickle.spark.private_files import private_directory
-from pgtrickle.spark.session import is_embedded, large_settings, large_tasks, spark_session
+from pgtrickle.spark.session import is_embedded, large_session, large_tasks
 
 # As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.
 STATEMENT_SECONDS = 1800.0
@@ -72,14 +72,14 @@ class LargeWork:
 
     def fetch(self, job: Job, fetcher: Fetcher[DataFrame]) -> tuple[int, bool]:
         """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
-        with _reading, large_settings():
+        with _reading:
             self._frames = job.fetch(fetcher)
             rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
         return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
 
     def compute(self, job: Job, stage: str) -> Staged | None:
         """The delta in a table of that name; None where nothing can come out."""
-        with spark_errors(), large_settings():
+        with spark_errors():
             return self._compute(job, stage)
 
     def release(self) -> None:
@@ -95,7 +95,7 @@ class LargeWork:
         output = job.output(names.__getitem__)
         if output is None:
             return None
-        return self._stage(spark_session().sql(output.select(job.columns)).where(_moves(job)), stage)
+        return self._stage(large_session().sql(output.select(job.columns)).where(_moves(job)), stage)
 
     def _stage(self, delta: DataFrame, stage: str) -> Staged:
         staged = Staged(stage)
@@ -120,7 +120,7 @@ class OnExecutors:
     _kept: list[DataFrame] = field(default_factory=list)
 
     def empty(self, schema: pa.Schema) -> DataFrame:
-        return spark_session().createDataFrame(schema.empty_table())
+        return large_session().createDataFrame(schema.empty_table())
 
     def read(self, request: Request) -> DataFrame:
         conn = request.reader.conn
@@ -140,7 +140,7 @@ class OnExecutors:
         frames = []
         for tasks in _rounds(shown, large_tasks()):
             option = as_option(replace(reading, tasks=tasks))
-            frames.append(self._keep(spark_session().read.format(FORMAT).schema(schema).option("task", option).load()))
+            frames.append(self._keep(large_session().read.format(FORMAT).schema(schema).option("task", option).load()))
         return reduce(DataFrame.unionAll, frames)
 
     def consolidated(self, rows: DataFrame) -> DataFrame:
