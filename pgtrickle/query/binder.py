@@ -1,7 +1,7 @@
 """From PostgreSQL's canonical text of a query to a plan.
 
-The text comes from `pg_get_viewdef`, so names are resolved, `*` is expanded and casts are explicit. What this issue of the
-planner cannot maintain differentially raises `Unsupported` with the reason and the part of the query.
+The text comes from `pg_get_viewdef`, so names are resolved, `*` is expanded and casts are explicit. Whatever this
+version of the planner cannot maintain differentially raises `Unsupported` with the reason and the part of the query.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from pgtrickle.query.subqueries import has_subquery, lift_condition, lift_value
 from pgtrickle.query.types import PgType
 from pgtrickle.query.unsupported import Unsupported, require_only
 
-DATABASE_COLUMN = "pgt_database"  # of a table in many databases: whose row it is
+DATABASE_COLUMN = "pgt_database"  # in a table of a database set: the member that the row is from
 
 
 class Typing(Protocol):
-    """PostgreSQL's answer to: which types have these expressions over columns of those types?"""
+    """PostgreSQL's type resolution: for expressions over columns of known types, set operations and comparisons."""
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]: ...
 
@@ -48,7 +48,7 @@ class Typing(Protocol):
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound query: its plan, and its output columns in order with their names."""
+    """A bound query: its plan and its named output columns, in order."""
 
     plan: Plan
     output: tuple[Column, ...]
@@ -59,7 +59,7 @@ MOST_QUERIES = 2_000
 
 @dataclass
 class Binder:
-    """Binds one query; holds what it needs to know about relations, types and aggregate names."""
+    """Binds one query, given the relations, the types and the names of aggregates."""
 
     relations: Mapping[tuple[str, str], Relation]
     typing: Typing
@@ -76,9 +76,9 @@ class Binder:
         return self.bind(parse(text), None)
 
     def bind(self, node: exp.Expression, outer: Scope | None) -> Bound:
-        """Any query expression: SELECT, set operation, VALUES, parentheses around one."""
+        """Bind any query expression: SELECT, set operation, VALUES, or one of these in parentheses."""
         self._queries += 1
-        if self._queries > MOST_QUERIES:  # a view that reads another twice, which reads another twice, and so on
+        if self._queries > MOST_QUERIES:  # a view reads another one twice, that one a third one twice, and so on
             raise Unsupported(f"its views and subqueries unfold to more than {MOST_QUERIES} queries")
         with_ = node.args.get("with_")
         if with_ is not None:
@@ -149,7 +149,7 @@ class Binder:
         return plan
 
     def _bind_source(self, node: exp.Expression, scope: Scope) -> Plan:
-        """One item of FROM, with the joins that sqlglot hangs on it."""
+        """Bind one item of FROM, with the joins that sqlglot attaches to it."""
         start = len(scope.entries)
         alias = node.args.get("alias")
         if isinstance(node, exp.Table):
@@ -219,7 +219,7 @@ class Binder:
         return Scan(relation, fields)
 
     def _bind_members(self, relation: Relation) -> Plan:
-        """One table in many databases: the rows of all, each with its database's name."""
+        """The union of the tables of all members. In a database set, each row gets the name of its database."""
         inputs: list[Plan] = []
         for member in relation.members:
             fields = tuple((self.column(item.name, item.type), item) for item in member.columns)
@@ -272,7 +272,7 @@ class Binder:
     def _join_using(
         self, kind: JoinKind, left: Plan, right: Plan, node: exp.Join, scope: Scope, start: int, middle: int
     ) -> Plan:
-        """JOIN USING: pairs of columns are equal, and one column of their common type stands for both."""
+        """JOIN USING: pairs of columns are equal, and one column of their common type replaces both."""
         ours, theirs = Scope(scope.entries[start:middle]), Scope(scope.entries[middle:])
         names = [identifier.name for identifier in node.args["using"]]
         pairs = [(ours.resolve(exp.column(name)), theirs.resolve(exp.column(name))) for name in names]
@@ -298,7 +298,7 @@ class Binder:
     def equality(
         self, left: exp.Expression, left_type: PgType, right: exp.Expression, right_type: PgType
     ) -> exp.Expression:
-        """The comparison that PostgreSQL makes where the query's text shows none: in USING and IN. Its casts are explicit."""
+        """The comparison that USING or IN implies, with the casts that PostgreSQL makes written out."""
         left_cast, right_cast = self.typing.casts_for_equality(left_type, right_type)
         return exp.EQ(
             this=left.copy() if left_cast is None else cast_to(left.copy(), left_cast),
@@ -308,7 +308,7 @@ class Binder:
     # -- SELECT --------------------------------------------------------------------------------------------------------
 
     def resolve(self, node: exp.Expression, scope: Scope) -> exp.Expression:
-        """The expression with every name replaced by the id of the column it means."""
+        """The expression with every name replaced by the id of its column."""
 
         def replace(item: exp.Expression) -> exp.Expression:
             if isinstance(item, exp.Column):
@@ -330,7 +330,7 @@ class Binder:
         return self._bind_output(select, plan, scope)
 
     def apply_where(self, plan: Plan, parts: Sequence[exp.Expression], scope: Scope) -> Plan:
-        """The plan filtered by conditions over names of the scope, subqueries in them lifted."""
+        """The plan filtered by conditions over names of the scope; subqueries in them become marks."""
         simple = []
         for part in parts:
             if has_subquery(part):
@@ -371,7 +371,7 @@ class Binder:
         return Bound(plan, plan.columns)
 
     def is_aggregated(self, node: exp.Expression) -> bool:
-        """Whether the expression holds an aggregate of its own query (not only of a subquery in it)."""
+        """Whether the expression contains an aggregate of its own query, and not only of a subquery in it."""
         return any(self._is_call(item) for item in node.walk(prune=lambda item: isinstance(item, exp.Query)))
 
     def _is_call(self, node: object) -> bool:
@@ -387,7 +387,7 @@ class Binder:
         having: exp.Expression | None,
         scope: Scope,
     ) -> tuple[Plan, list[exp.Expression], exp.Expression | None]:
-        """Group the plan; give back values and HAVING in terms of the groups' columns."""
+        """Group the plan; return it with the values and HAVING expressed in the groups' columns."""
         sets = (exp.GroupingSets, exp.Cube, exp.Rollup)
         if group is not None and (group.find(*sets) or any(group.args.get(part) for part in ("totals", "all"))):
             raise Unsupported("GROUPING SETS, CUBE and ROLLUP are not maintained differentially", group)
@@ -420,7 +420,7 @@ class Binder:
 
         values = [rewrite(value) for value in values]
         having = rewrite(having) if having is not None else None
-        # What is neither key nor aggregate depends on a key (PostgreSQL checked): as a further key it changes no group.
+        # Other columns functionally depend on a key (PostgreSQL checked): making them keys too changes no group.
         grouped = {column.id: column for column in keys.values()}
         outputs = {column.id for column in calls.values()}
         for value in [*values, *([having] if having is not None else [])]:
@@ -442,12 +442,12 @@ class Binder:
         return plan, {item: new[item] if item in new else by_id[item.name] for item in expressions}
 
 
-# The parts of a SELECT that are read. The order of rows in a table means nothing.
+# The supported parts of a SELECT. ORDER BY is accepted and ignored: rows of a table have no order.
 _SELECT_PARTS = frozenset({"expressions", "from_", "joins", "where", "group", "having", "distinct", "with_", "order"})
 
 
 def _hide(scope: Scope, names: set[str], entries: range) -> None:
-    """Columns merged by USING are found by their qualified names only."""
+    """Hide columns merged by USING, so that they are found only by their qualified names."""
     for i in entries:
         entry = scope.entries[i]
         merged = entry.hidden | {name for name, _ in entry.columns if name in names}
@@ -455,7 +455,7 @@ def _hide(scope: Scope, names: set[str], entries: range) -> None:
 
 
 def _merged(kind: JoinKind, left: Column, right: Column, common: PgType) -> exp.Expression:
-    """The value of a column that USING merges: of the side that is always there, or whichever side is there."""
+    """The value of a column merged by USING: from the side that always has a row, or from whichever side has one."""
 
     def converted(column: Column) -> exp.Expression:
         return column.ref() if column.type.oid == common.oid else cast_to(column.ref(), common.name)
@@ -466,7 +466,7 @@ def _merged(kind: JoinKind, left: Column, right: Column, common: PgType) -> exp.
         case "right":
             return converted(right)
         case "inner" if left.type.oid != common.oid and right.type.oid == common.oid:
-            return right.ref()  # PostgreSQL prefers the side that it need not convert
+            return right.ref()  # PostgreSQL prefers the side that needs no conversion
         case _:
             return converted(left)
 

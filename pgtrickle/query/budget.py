@@ -1,7 +1,7 @@
-"""What planning one query may cost.
+"""Limits on the cost of planning one query.
 
-Plans of joins within each other multiply, so planning counts the operators it makes and looks at the clock, and ends where a
-limit is passed: without them it would end when memory does.
+The plans of nested joins multiply. Planning therefore counts the operators that it creates, checks its processor time,
+and stops when a limit is exceeded. Without limits it would continue until memory is exhausted.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from dataclasses import dataclass, field
 
 from pgtrickle.query.unsupported import Unsupported
 
-MOST_MADE = 100_000  # operators, of all plans on the way to the last; about 100 MB
-MOST_CHARACTERS = 8_000_000  # of one statement
-MOST_SECONDS = 5.0  # of this thread's processor time: what others do meanwhile does not count
+MOST_MADE = 100_000  # operators in all plans, intermediate ones included; about 100 MB
+MOST_CHARACTERS = 8_000_000  # in one statement
+MOST_SECONDS = 5.0  # of this thread's processor time: other threads do not count
 NESTED = "the query is nested too deeply"
-STEPS_PER_LOOK = 64  # at the clock
+STEPS_PER_LOOK = 64  # steps between two checks of the clock
 
 
 class OverBudget(Unsupported):
-    """Planning a query costs more than it may."""
+    """Planning a query exceeds its budget."""
 
 
 @dataclass
 class Budget:
-    """The limits of planning one query, and what is used of them."""
+    """The limits for planning one query, and how much of them is used."""
 
     operators: int = MOST_MADE
     characters: int = MOST_CHARACTERS
@@ -57,7 +57,7 @@ _current: ContextVar[Budget | None] = ContextVar("budget", default=None)
 
 @contextmanager
 def planning_within(budget: Budget) -> Iterator[None]:
-    """What is planned in the block is counted; raises OverBudget where it costs too much."""
+    """Charge planning in the block to the budget; raises OverBudget if it is exceeded."""
     token = _current.set(budget)
     try:
         yield
@@ -68,21 +68,21 @@ def planning_within(budget: Budget) -> Iterator[None]:
 
 
 def count_operator() -> None:
-    """An operator is made."""
+    """Count an operator that is created."""
     budget = _current.get()
     if budget is not None:
         budget.count_operator()
 
 
 def count_step() -> None:
-    """An operator is visited."""
+    """Count an operator that is visited."""
     budget = _current.get()
     if budget is not None:
         budget.count_step()
 
 
 def check_text(text: str) -> str:
-    """The text, if it is not too long."""
+    """Return the text; raises OverBudget if it is too long."""
     budget = _current.get()
     if budget is not None:
         budget.count_step()

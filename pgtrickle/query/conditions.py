@@ -1,4 +1,4 @@
-"""Conditions taken apart and put together."""
+"""Helpers to split, combine and build conditions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sqlglot import exp
 
 
 def unwrap(node: exp.Expression) -> exp.Expression:
-    """The expression without the parentheses around it."""
+    """The expression without enclosing parentheses."""
     while isinstance(node, exp.Paren):
         node = node.this
     return node
 
 
 def conjuncts(node: exp.Expression | None) -> list[exp.Expression]:
-    """The parts of a condition that must all hold."""
+    """The parts of a condition that must all be true."""
     if node is None:
         return []
     node = unwrap(node)
@@ -27,7 +27,7 @@ def conjuncts(node: exp.Expression | None) -> list[exp.Expression]:
 
 
 def conjunction(parts: Iterable[exp.Expression]) -> exp.Expression:
-    """One condition that holds when all parts do; TRUE for none."""
+    """A condition that is true if all parts are; TRUE if there are none."""
     result: exp.Expression | None = None
     for part in parts:
         wrapped = exp.Paren(this=part.copy())
@@ -36,5 +36,5 @@ def conjunction(parts: Iterable[exp.Expression]) -> exp.Expression:
 
 
 def cast_to(value: exp.Expression, type_name: str) -> exp.Cast:
-    """A cast to a type by the name PostgreSQL gives it, whatever sqlglot knows of it."""
+    """A cast to a type by its name in PostgreSQL, even if sqlglot does not know the type."""
     return exp.Cast(this=value, to=exp.DataType(this=exp.DataType.Type.USERDEFINED, kind=type_name))

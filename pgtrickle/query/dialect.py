@@ -1,4 +1,4 @@
-"""Reading PostgreSQL's canonical text into a syntax tree that keeps what it says."""
+"""Parsing of PostgreSQL's canonical text into a syntax tree that preserves its meaning."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Parser(PostgresParser):
 
 
 class CanonicalPostgres(Postgres):
-    """sqlglot's PostgreSQL without translations of a function into another spelling of it."""
+    """sqlglot's PostgreSQL dialect, without its translation of functions to other spellings."""
 
     Parser = _Parser
 
 
 def parse(text: str) -> exp.Expression:
-    """The tree of one statement or expression."""
+    """Return the syntax tree of one statement or expression."""
     return cast(exp.Expression, sqlglot.parse_one(text, dialect=CanonicalPostgres))

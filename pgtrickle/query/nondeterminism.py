@@ -1,4 +1,4 @@
-"""What PostgreSQL may answer in more than one way, though nothing changed: results that depend on the order of rows."""
+"""Detection of results that may vary although no data changed, because they depend on the order of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANKS = frozenset({"row_number", "lag", "lead", "first_value", "last_value", "n
 
 
 def nondeterministic_part(definition: str) -> str | None:
-    """The first part of a query whose result is not determined by the rows it reads; None where there is none."""
+    """Describe the first part of a query whose result its rows do not determine; None if there is none."""
     try:
         tree = parse(definition)
     except ParseError:

@@ -2,8 +2,8 @@
 
 A column has one id (`c12`) in the whole plan, so expressions never need a table alias and a node can be moved without
 renaming. Every node stands for a Z-set: rows with a weight. A scan reads its table at the cut (NEW), at the stream
-table's frontier (OLD), or the change between the two (DELTA); `pgtrickle.ivm` turns a plan of NEW scans into one whose
-value is the change of the first.
+table's frontier (OLD), or the change between the two (DELTA); `pgtrickle.ivm` turns a plan of NEW scans into the plan
+of its change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from pgtrickle.query.types import PgType
 
 
 class _Node:
-    """Plans share their parts, and one part can stand in many places: they are compared by a digest, computed once."""
+    """Base of all nodes, which are compared by a digest.
+
+    Plans share parts, and a part can occur in many places, so the digest is computed only once.
+    """
 
     @cached_property
     def identity(self) -> str:
@@ -38,16 +41,16 @@ class _Node:
 
 
 class _Operator(_Node):
-    """A node of a plan; the budget counts it when it is made."""
+    """A node of a plan; creating one counts against the planning budget."""
 
     def __post_init__(self) -> None:
         count_operator()
 
     @cached_property
     def operators(self) -> int:
-        """The number of operators, shared ones wherever they stand."""
+        """The number of operators; a shared one counts once per occurrence."""
         inputs = inputs_of(self)  # type: ignore[arg-type]
-        # Of one table in many databases only those are computed that changed.
+        # Of the members of a set, count only the largest: a refresh computes only the members that changed.
         members = isinstance(self, UnionAll) and all(map(_reads_member, inputs))
         return 1 + (max if members else sum)(child.operators for child in inputs)
 
@@ -67,7 +70,7 @@ def _identity(value: object) -> str:
 
 
 class Version(Enum):
-    """Which state of a table a scan reads."""
+    """Which version of a table a scan reads."""
 
     NEW = "new"
     OLD = "old"
@@ -76,7 +79,7 @@ class Version(Enum):
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a plan: its unique id, the name a user gave it, its type."""
+    """One column of a plan: its unique id, the name that the user gave it, and its type."""
 
     id: str
     name: str
@@ -105,12 +108,12 @@ class Relation(_Node):
     kind: str
     columns: tuple[RelationColumn, ...]
     key: tuple[str, ...] = ()  # the primary key, or a unique key without NULLs
-    definition: str | None = None  # a view's canonical text
-    buffer: str | None = None  # the change buffer's name in pgtrickle_changes, where it is captured
-    database: str = ""  # the registered database that it is in; empty for the stream table's own
-    members: tuple[Relation, ...] = ()  # of one in many databases, the table of each
-    shard: bool = False  # it is such a member
-    spread: bool = False  # of a Citus cluster: its rows are in shards, which the cut knows
+    definition: str | None = None  # the canonical text of a view
+    buffer: str | None = None  # the name of its change buffer in pgtrickle_changes, if it is captured
+    database: str = ""  # the registered database that contains it; empty for the stream table's own
+    members: tuple[Relation, ...] = ()  # if it represents one table per member of a set: those tables
+    shard: bool = False  # whether it is the table of such a member
+    spread: bool = False  # whether it is a distributed table in a Citus cluster; the cut knows its shards
 
     @property
     def label(self) -> str:
@@ -134,7 +137,7 @@ class Scan(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class Values(_Operator):
-    """Rows written in the query: they never change."""
+    """Constant rows from the query, which never change."""
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[exp.Expression, ...], ...]
@@ -178,7 +181,7 @@ class Join(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class Exists(_Operator):
-    """The rows of `left`, each with a boolean: does `right` hold a row that meets the condition?"""
+    """The rows of `left`, each with a boolean mark: whether `right` has a row that meets the condition."""
 
     left: Plan
     right: Plan
@@ -192,7 +195,7 @@ class Exists(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class Aggregate(_Operator):
-    """Groups by columns of the input; without aggregates it is DISTINCT, without keys it has exactly one row."""
+    """Groups by columns of the input. Without aggregates it is DISTINCT; without keys it has exactly one row."""
 
     input: Plan
     keys: tuple[Column, ...]
@@ -205,7 +208,7 @@ class Aggregate(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class UnionAll(_Operator):
-    """Inputs one after another, matched by position; `columns` are the union's own."""
+    """The rows of all inputs, with columns matched by position; `columns` are the union's own."""
 
     inputs: tuple[Plan, ...]
     columns: tuple[Column, ...]
@@ -222,10 +225,10 @@ class Negate(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class Flip(_Operator):
-    """The change of an `Exists` that comes from its right side: rows of `left` whose mark is not what it was.
+    """The change of an `Exists` that comes from its right side: the rows of `left` whose mark has changed.
 
-    `left` and `right` are at the new state, `left_delta` and `right_delta` their changes; left rows are taken at the old
-    state, which is new minus change.
+    `left` and `right` are at the new state, `left_delta` and `right_delta` are their changes. Rows of `left` are taken
+    at the old state, which is new minus change.
     """
 
     left: Plan
@@ -242,7 +245,7 @@ class Flip(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class Regroup(_Operator):
-    """The change of an aggregation by recomputing the groups that `trigger`, the change of its input, touches."""
+    """The change of an aggregation: it recomputes the groups affected by `trigger`, the change of its input."""
 
     new: Plan
     old: Plan
@@ -271,16 +274,16 @@ class Fragment(_Operator):
 
 @dataclass(frozen=True, eq=False)
 class KeyFilter(_Operator):
-    """Keeps at least the rows whose column takes a value that `origin` has in its column.
+    """Keeps at least the rows whose column has a value that occurs in `origin_column` of `origin`.
 
-    It only bounds what is fetched: the operators above test their conditions again, so more rows never hurt.
+    It only bounds what is fetched. The operators above test their conditions again, so extra rows do no harm.
     """
 
     input: Plan
     column: Column
     origin: Plan
     origin_column: Column
-    nulls: bool  # NULL is a value like others (groups), or meets nothing (joins)
+    nulls: bool  # NULL is a value like any other (groups); otherwise it matches nothing (joins)
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -304,13 +307,13 @@ Plan: TypeAlias = (
 )
 
 
-# How rewrites get a column of their own, and the types of expressions over columns.
+# Callbacks for rewrites: one creates a column, the other returns the types of expressions over columns.
 NewColumn = Callable[[str, PgType], Column]
 TypesOf = Callable[[Iterable[Column], list[exp.Expression]], list[PgType]]
 
 
 def inputs_of(plan: Plan) -> tuple[Plan, ...]:
-    """The plans a node reads (the origin of a key filter only bounds it and is not among them)."""
+    """The plans that a node reads. The origin of a key filter is not among them: it only bounds the input."""
     count_step()
     match plan:
         case Scan() | Values():
@@ -337,7 +340,7 @@ def scans_of(plan: Plan) -> list[Scan]:
 
 
 def _reads_member(plan: Plan) -> bool:
-    """Whether it only reads a table of one member of a set, perhaps at its old state."""
+    """Whether the plan only reads the table of one member of a set, possibly at its old state."""
     match plan:
         case Scan(relation=relation):
             return relation.shard
@@ -357,12 +360,12 @@ def databases_of(plan: Plan) -> frozenset[str]:
 
 
 def used_ids(expression: exp.Expression) -> set[str]:
-    """The ids of the columns an expression reads."""
+    """The ids of the columns that an expression reads."""
     return {column.name for column in expression.find_all(exp.Column)}
 
 
 def at_version(plan: Plan, version: Version) -> Plan:
-    """The same plan over another state of its tables. What stands in several places stays one node."""
+    """The same plan over another version of its tables. A node that occurs several times stays one node."""
     done: dict[int, Plan] = {}
 
     def moved(plan: Plan) -> Plan:
@@ -377,7 +380,7 @@ def at_version(plan: Plan, version: Version) -> Plan:
             case Filter(input=child) | Project(input=child) | Aggregate(input=child):
                 return replace(plan, input=moved(child))
             case KeyFilter(input=child, origin=origin):
-                # Keys from a change stay; keys from another state must be those of the same version.
+                # Keys that come from a change stay; keys that come from a state must come from the same version.
                 return replace(plan, input=moved(child), origin=origin if origin.reads_changes else moved(origin))
             case Join(left=left, right=right) | Exists(left=left, right=right):
                 return replace(plan, left=moved(left), right=moved(right))
@@ -392,7 +395,7 @@ def at_version(plan: Plan, version: Version) -> Plan:
 
 
 def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:
-    """Pairs of a left and a right column that the condition makes equal."""
+    """Pairs of a left and a right column that the condition requires to be equal."""
     left = {column.id: column for column in node.left.columns}
     right = {column.id: column for column in node.right.columns}
     pairs = []
@@ -407,7 +410,7 @@ def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:
 
 
 def scanning(chain: Plan, version: Version) -> Plan:
-    """A chain over one table that reads another version of it, within the same keys."""
+    """The chain over one table, reading another version of it, bounded by the same keys."""
     match chain:
         case Scan():
             return replace(chain, version=version)
@@ -418,7 +421,7 @@ def scanning(chain: Plan, version: Version) -> Plan:
 
 
 def rebuild(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
-    """The same node over changed inputs; for plans that are not differentiated yet."""
+    """The same node with `change` applied to its inputs; for plans that are not differentiated yet."""
     match plan:
         case Filter(input=child) | Project(input=child) | Aggregate(input=child):
             return replace(plan, input=change(child))

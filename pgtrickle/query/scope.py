@@ -1,4 +1,4 @@
-"""Names in a query: which column an identifier means."""
+"""Name resolution: which column an identifier refers to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgtrickle.query.unsupported import Unsupported
 
 @dataclass(frozen=True)
 class Entry:
-    """One name in FROM and its columns. `hidden` columns are found by their qualified name only (USING merges them)."""
+    """One name in FROM and its columns. `hidden` columns (merged by USING) are found only by their qualified names."""
 
     alias: str
     columns: tuple[tuple[str, Column], ...]
@@ -21,13 +21,13 @@ class Entry:
 
 @dataclass
 class Scope:
-    """The names a SELECT can use; `outer` are those of the query around it."""
+    """The names that a SELECT can use; `outer` is the scope of the enclosing query."""
 
     entries: list[Entry] = field(default_factory=list)
     outer: Scope | None = None
 
     def resolve(self, node: exp.Column) -> Column:
-        """The column a reference means, in this query or one around it."""
+        """Return the column that a reference means, in this query or an enclosing one."""
         if isinstance(node.this, exp.Star):
             raise Unsupported("a whole row is used as a value", node)
         table = node.table

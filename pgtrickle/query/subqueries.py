@@ -1,7 +1,8 @@
-"""EXISTS and IN become marks: a boolean column that says whether the other side has a matching row.
+"""Turn EXISTS and IN into marks: boolean columns that say whether the other side has a matching row.
 
-`x IN (…)` has three values. It is true when a row matches, else unknown when x or one of the rows is NULL, else false:
-two more marks, uncorrelated with each other, keep that exact for NOT IN, OR, CASE and the select list.
+`x IN (…)` has three possible results. It is true if a row matches; otherwise NULL if one of the rows is NULL, or if x
+is NULL and there is a row; otherwise false. Further marks, independent of each other (two for one column, one for
+several), keep this exact for NOT IN, OR, CASE and the select list.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 BOOLEAN = PgType(BOOL, -1, "boolean")
 
-# Two expressions, one of each side.
+# Two expressions, one from each side.
 _Pair = tuple[exp.Expression, exp.Expression]
-# From pairs of what is probed and what the subquery selects, and the equalities of these, to the condition on its rows.
+# Takes pairs of probed and selected expressions, and their equalities; returns the conditions on the subquery's rows.
 _Condition = Callable[[list[_Pair], list[exp.Expression]], list[exp.Expression]]
 
 
@@ -33,7 +34,7 @@ def has_subquery(node: exp.Expression | None) -> bool:
 
 
 def lift_condition(binder: Binder, plan: Plan, node: exp.Expression, scope: Scope) -> tuple[Plan, exp.Expression]:
-    """A condition whose rows survive only when it is true: a plain IN needs no NULL marks."""
+    """Lift subqueries from a condition that only keeps rows for which it is true: a plain IN needs no NULL marks."""
     inner = unwrap(node)
     if isinstance(inner, exp.In) and inner.args.get("query"):
         return _lift_in(binder, plan, inner, scope, exact=False)
@@ -41,7 +42,7 @@ def lift_condition(binder: Binder, plan: Plan, node: exp.Expression, scope: Scop
 
 
 def lift_value(binder: Binder, plan: Plan, node: exp.Expression, scope: Scope) -> tuple[Plan, exp.Expression]:
-    """Any expression: its subqueries are taken out as marks on the plan, the rest is resolved."""
+    """Replace the subqueries of any expression by marks on the plan, and resolve the rest."""
     if not has_subquery(node):
         return plan, binder.resolve(node, scope)
     if binder.is_aggregated(node):
@@ -123,7 +124,7 @@ def _is_null(node: exp.Expression) -> exp.Expression:
 def _bind_inner(
     binder: Binder, node: exp.Expression, outer: Scope
 ) -> tuple[Plan, list[exp.Expression], list[exp.Expression]]:
-    """The subquery's rows, the conditions that tie them to the query around, and its select list."""
+    """The subquery's rows, the conditions that correlate them with the enclosing query, and its select list."""
     query = node.this if isinstance(node, exp.Subquery) else node
     if isinstance(query, exp.Select) and _is_plain(binder, query):
         scope = Scope(outer=outer)
@@ -149,7 +150,7 @@ def _bind_inner(
 
 
 def _is_plain(binder: Binder, query: exp.Select) -> bool:
-    """Rows of FROM and WHERE as they are: conditions may move out of it."""
+    """Whether the subquery returns rows of FROM and WHERE as they are, so that conditions may move out of it."""
     parts = ("group", "having", "distinct", "limit", "offset", "with_")
     if any(query.args.get(part) for part in parts):
         return False

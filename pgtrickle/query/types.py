@@ -1,4 +1,4 @@
-"""PostgreSQL's types as the planner needs them: what a value may become on Spark, and what it may not."""
+"""PostgreSQL's types as the planner needs them: which representations of a value Spark may use, and which not."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ FIRST_USER_OID = 16384
 INTEGERS = frozenset({INT2, INT4, INT8})
 _STRINGS = frozenset({TEXT, VARCHAR, NAME})
 _COMPARABLE = INTEGERS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ}
-# Equal values of these types have one text (settings fixed), so their text can stand for them as a key.
+# Equal values of these types have the same text (under fixed settings), so the text can serve as their key.
 _IDENTITY = INTEGERS | _STRINGS | {BOOL, DATE, TIMESTAMP, TIMESTAMPTZ, UUID, BYTEA, XID8, OID, MACADDR, TIME}
 
-# These print alike too, though a cast to text is not how they are compared.
+# Equal values of these types have the same text too, but a cast to text is not how they are compared.
 _ONE_TEXT = frozenset({INET})
 _PLAIN_ARRAYS = frozenset(
     {"smallint[]", "integer[]", "bigint[]", "text[]", "boolean[]", "date[]", "uuid[]", "character varying[]"}
 )
 
-# Values in flight: `text` is what PostgreSQL prints; `key` is a text equal for equal values; `native` is a number.
+# Forms of a value in flight: `text` is what PostgreSQL prints; `key` is a text that is equal exactly for equal values;
+# `native` is a number or boolean.
 Form = Literal["text", "key", "native"]
 
 
 @dataclass(frozen=True)
 class PgType:
-    """A column's type. Domains are given as their base type; `name` is what a cast to the type is written with."""
+    """A column's type. Domains are represented by their base type; `name` is the type name to use in casts."""
 
     oid: int
     typmod: int
     name: str
     is_enum: bool = False
-    collation: str = ""  # as SQL names it, where it is not the type's own
-    deterministic: bool = True  # the collation's equality is identity of bytes
+    collation: str = ""  # as SQL names it, if it is not the type's default
+    deterministic: bool = True  # the collation considers values equal only if their bytes are
     groupable: bool = True  # GROUP BY accepts it
-    equals: str = "="  # the operator that groups and unique indexes compare by
+    equals: str = "="  # the operator that grouping and unique indexes use
 
     def cast(self, value: str) -> str:
-        """The SQL that makes a value of this type, with its collation."""
+        """SQL that casts a value to this type, with its collation."""
         return f"{value}::{self.name}{self._collate}"
 
     def from_text(self, value: str) -> str:
-        """The SQL that makes the value of this type that prints as a text."""
+        """SQL that converts a text, as this type prints it, back to a value of the type."""
         if self.is_built_in or self.is_array:
             return self.cast(value)
-        # A user may have defined a cast from text. The elements of an array are read as the type itself reads them.
+        # Not a cast: a user may have defined one from text. Array elements are read by the type's own input function.
         quoted = f"""replace(replace({value}, E'\\\\', E'\\\\\\\\'), '"', E'\\\\"')"""
         return f"""(('{{"' || {quoted} || '"}}')::{self.name}[])[1]{self._collate}"""
 
     @property
     def declaration(self) -> str:
-        """The type of a column in DDL."""
+        """The column type for DDL."""
         return f"{self.name}{self._collate}"
 
     @property
@@ -69,19 +70,19 @@ class PgType:
         return self.oid < FIRST_USER_OID
 
     def equality_is_shared(self, other: PgType) -> bool:
-        """Whether comparing with the other type by `=` takes the same values for equal as this type itself does."""
+        """Whether `=` with the other type considers the same values equal as this type's own equality does."""
         same = self.oid == other.oid or (self.is_integer and other.is_integer)
         return same and (self.collation == other.collation or (self.deterministic and other.deterministic))
 
     def tells_apart(self, other: PgType) -> bool:
-        """Whether no two different values of this type equal the same value of the other."""
+        """Whether no two different values of this type are equal to the same value of the other type."""
         if self.collation != other.collation and not (self.deterministic and other.deterministic):
             return False
         families = ({*INTEGERS, NUMERIC}, {FLOAT4, FLOAT8}, _STRINGS, {DATE, TIMESTAMP})
         return self.oid == other.oid or any({self.oid, other.oid} <= family for family in families)
 
     def is_kept_apart_by(self, target: PgType) -> bool:
-        """Whether values that differ still do after a cast to the other type."""
+        """Whether different values stay different after a cast to the target type."""
         if not (self.deterministic and target.deterministic) or target.typmod != -1:
             return False
         wider = {INT2: {INT4, INT8, NUMERIC}, INT4: {INT8, NUMERIC}, INT8: {NUMERIC}, FLOAT4: {FLOAT8}}
@@ -94,7 +95,7 @@ class PgType:
 
     @property
     def scale(self) -> int | None:
-        """Digits behind the point of a numeric(p,s), or 0 for integers; None where values differ in scale."""
+        """Digits after the decimal point of a numeric(p,s), 0 for integers; None if values differ in scale."""
         if self.is_integer:
             return 0
         if self.oid == NUMERIC and self.typmod >= 4:
@@ -112,26 +113,26 @@ class PgType:
 
     @property
     def is_decimal(self) -> bool:
-        """A numeric(p,s) that fits Spark's 38 digits, sums of it included."""
+        """Whether this is a numeric(p,s) whose values and their sums fit Spark's 38 digits."""
         precision, scale = self.precision, self.scale
         return self.oid == NUMERIC and precision is not None and scale is not None and precision <= 27 and scale >= 0
 
     @property
     def text_is_identity(self) -> bool:
-        """Equal values have equal texts, and different values different ones."""
+        """Whether equal values have equal texts, and different values have different texts."""
         if self.oid in _STRINGS:
             return self.deterministic
         return self.is_enum or self.oid in _IDENTITY
 
     @property
     def prints_alike(self) -> bool:
-        """Equal values have equal texts; other than with an identity, the text alone need not tell values apart."""
+        """Whether equal values have equal texts. Unlike with `text_is_identity`, different values may share a text."""
         fixed = self.typmod >= 0 and self.oid in {NUMERIC, BPCHAR}
         return self.text_is_identity or fixed or self.oid in _ONE_TEXT or (self.is_array and self.name in _PLAIN_ARRAYS)
 
     @property
     def has_key(self) -> bool:
-        """A text can be computed in PostgreSQL that is equal exactly for equal values."""
+        """Whether PostgreSQL can compute a text that is equal exactly for equal values."""
         return (
             self.text_is_identity
             or self.oid in {NUMERIC, FLOAT4, FLOAT8, INTERVAL}
@@ -140,7 +141,7 @@ class PgType:
 
     @property
     def has_native(self) -> bool:
-        """A number or boolean can stand for the value on Spark, in order and equality."""
+        """Whether a number or boolean with the same order and equality can represent the value on Spark."""
         return self.oid in _COMPARABLE or self.is_decimal
 
     @property
@@ -152,7 +153,7 @@ class PgType:
         return self.oid in {FLOAT4, FLOAT8}
 
     def key_family(self) -> str:
-        """Keys of two columns may be compared on Spark only within one family."""
+        """The family of the type: Spark may compare keys of two columns only within one family."""
         if self.is_integer or self.oid == NUMERIC:
             return "number"
         if self.oid in _STRINGS:

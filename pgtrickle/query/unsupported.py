@@ -1,4 +1,4 @@
-"""Why a query cannot be maintained differentially."""
+"""The error for queries that cannot be maintained differentially."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from sqlglot import exp
 
 
 def require_only(node: exp.Expression, known: Iterable[str]) -> None:
-    """Refuse a syntax node with a part that its reader does not know: a part that is overlooked is a wrong row."""
+    """Raise Unsupported if a syntax node has parts other than `known`: ignoring a part would produce wrong rows."""
     unknown = sorted(name for name, value in node.args.items() if value and name not in set(known))
     if unknown:
         raise Unsupported(f"{', '.join(unknown)} of {node.key.upper()} is not maintained differentially", node)
 
 
 class Unsupported(Exception):
-    """Raised while a plan is built; the caller turns it into FULL or into an error that names reason and fragment."""
+    """A query cannot be maintained differentially.
+
+    Raised while a plan is built; the caller falls back to FULL, or raises an error with the reason and the fragment.
+    """
 
     def __init__(self, reason: str, node: exp.Expression | None = None) -> None:
         super().__init__(reason)

@@ -1,1 +1,1 @@
-"""Equivalent plans that are cheaper to maintain, one rewrite per file."""
+"""Rewrites to equivalent plans that are cheaper to maintain, one per file."""

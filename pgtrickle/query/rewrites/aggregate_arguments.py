@@ -1,7 +1,7 @@
-"""Arguments of aggregates as columns of the input, so that whoever adds up need not know the expression.
+"""Turn arguments of aggregates into columns of the input, so that the aggregation need not know the expressions.
 
-FILTER is folded in: the aggregates listed here ignore NULL. A numeric expression made of integers and numeric(p,s) by
-adding and multiplying has digits that can be told beforehand; it is written as the numeric(p,s) that it is.
+FILTER is folded in: the aggregates listed here ignore NULL. If a numeric expression only adds and multiplies integers
+and numeric(p,s), its digits are known beforehand; it is cast to the numeric(p,s) that holds them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pgtrickle.query.types import NUMERIC, PgType
 
 _IGNORE_NULL = (exp.Count, exp.Sum, exp.Avg, exp.Min, exp.Max, exp.LogicalAnd, exp.LogicalOr)
 _LITERAL_DIGITS = 20
-# Digits in all and behind the point.
+# Precision and scale.
 _Digits = tuple[int, int]
 _AsColumn = Callable[[exp.Expression, exp.Expression | None], exp.Expression]
 
@@ -37,7 +37,7 @@ def compute_arguments(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
             return value
         whole = value if condition is None else exp.Case().when(condition.copy(), value.copy())
         if whole not in computed:
-            # Of the value alone: a CASE forgets the digits of its branch.
+            # The type of the value alone: a CASE loses the digits of its branch.
             type_ = types_of(columns.values(), [value])[0]
             exact = _exact(value, plan.input) if type_.oid == NUMERIC else None
             type_ = exact or type_
@@ -53,11 +53,11 @@ def compute_arguments(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> P
 
 
 def _over_columns(call: exp.Expression, as_column: _AsColumn) -> exp.Expression:
-    """The aggregate over columns; as it is where it does more than ignore NULLs."""
+    """The aggregate over columns; unchanged if it does more than ignore NULLs."""
     condition = call.expression.this if isinstance(call, exp.Filter) else None
     inner = call.this if isinstance(call, exp.Filter) else call
     if isinstance(inner, exp.Anonymous) and inner.name.lower() == "every" and len(inner.expressions) == 1:
-        inner = exp.LogicalAnd(this=inner.expressions[0])  # the standard's name for it
+        inner = exp.LogicalAnd(this=inner.expressions[0])  # the SQL standard's name for bool_and
     if not isinstance(inner, _IGNORE_NULL):
         return call
     if any(value and name not in {"this", "big_int"} for name, value in inner.args.items()):
@@ -83,7 +83,7 @@ def _unknown(name: str) -> _Digits | None:
 
 
 def _exact(value: exp.Expression, plan: Plan) -> PgType | None:
-    """The numeric(p,s) that an expression of other type is; None where its digits are not known, or are its type's."""
+    """The numeric(p,s) that holds an expression exactly; None if its digits are unknown or already in its type."""
     columns = {column.id: column for column in plan.columns}
     if isinstance(value, exp.Column) and columns[value.name].type.precision is not None:
         return None
@@ -100,7 +100,7 @@ def _exact(value: exp.Expression, plan: Plan) -> PgType | None:
 def _digits(
     node: exp.Expression, columns: Mapping[str, Column], otherwise: Callable[[str], _Digits | None] = _unknown
 ) -> _Digits | None:
-    """Digits in all and behind the point that every value of the expression fits in exactly; None where not known."""
+    """Precision and scale that hold every value of the expression exactly; None if they are unknown."""
     node = unwrap(node)
     match node:
         case exp.Column():

@@ -1,4 +1,4 @@
-"""Columns of plans: which there are, only some of them, and expressions in place of them."""
+"""Helpers for the columns of plans: list them, keep some of them, replace them by expressions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pgtrickle.query.plan import (
 
 
 def substitute(node: exp.Expression, items: Mapping[str, exp.Expression]) -> exp.Expression:
-    """The expression with columns replaced by what computes them."""
+    """The expression with columns replaced by the expressions that compute them."""
 
     def swap(item: exp.Expression) -> exp.Expression:
         if isinstance(item, exp.Column) and item.name in items:

@@ -1,4 +1,4 @@
-"""What a condition computes from one input becomes a column of that input."""
+"""Turn the parts of conditions that are computed from one input into columns of that input."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pgtrickle.query.types import RECORD
 
 
 def compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
-    """What a condition computes from one input becomes a column of that input.
+    """The plan with the parts of its conditions that are computed from one input as columns of that input.
 
-    So a lookup by key is a lookup by column, and whoever tests the condition need not know the expression.
+    A lookup by key is then a lookup by column, and the operator that tests the condition need not know the expression.
     """
     plan = rebuild(plan, lambda child: compute_operands(child, new_column, types_of))
     sides: list[Plan]
@@ -47,7 +47,7 @@ def compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Pl
                 home = side
             if home is not None:
                 type_ = types_of(home.columns, [value])[0]
-                if type_.oid == RECORD:  # a row without a type of its own can be compared, but not looked up
+                if type_.oid == RECORD:  # a row of an anonymous type can be compared, but not looked up
                     return value
                 column = new_column("key", type_)
                 sides[i] = _with_column(side, home, column, value)
@@ -87,7 +87,10 @@ _COMPARISONS = (exp.EQ, exp.NEQ, exp.LT, exp.LTE, exp.GT, exp.GTE, exp.NullSafeE
 
 
 def _is_quantified(node: exp.Expression) -> bool:
-    """ANY (…) or ALL (…) after an operator: no value, though `SELECT ALL (…)` is valid SQL and gives the array."""
+    """Whether this is ANY (…) or ALL (…) after an operator.
+
+    That is not a value, although `SELECT ALL (…)` is valid SQL and returns the array.
+    """
     return isinstance(node, exp.Any | exp.All) or (
         isinstance(node, exp.Anonymous) and node.name.upper() in {"ALL", "SOME"}
     )
@@ -98,7 +101,7 @@ def _wrapped(node: exp.Expression) -> exp.Expression:
 
 
 def _home(plan: Plan, reads: set[str]) -> Plan | None:
-    """The lowest part of the plan that has all these columns as they are read here; None where it has not."""
+    """The lowest part of the plan that has all these columns with the values read here; None if there is none."""
     match plan:
         case Filter(input=child):
             return _home(child, reads)

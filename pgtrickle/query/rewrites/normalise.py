@@ -1,8 +1,8 @@
-"""Equivalent plans that are cheaper to maintain: filters sink, expressions move to the one source they read, and
-columns nobody needs disappear.
+"""Rewrite a plan to an equivalent one that is cheaper to maintain.
 
-An expression over one source is evaluated by PostgreSQL in the fetch, whatever it is; one over two sources needs Spark to
-know it. So the lower it stands the better.
+Filters are pushed down, expressions move to the one source they read, and unused columns are removed. PostgreSQL
+evaluates any expression over one source in the fetch, but an expression over two sources must be one that Spark
+supports. So the lower an expression is in the plan, the better.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def normalise(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Plan:
 
 
 def check_scopes(plan: Plan) -> None:
-    """Every expression reads columns of its own inputs only; what does not is a correlation nobody lifted."""
+    """Raise Unsupported if an expression reads columns of other inputs than its own: a correlation not lifted."""
     known: set[str]
     read: set[str]
     match plan:

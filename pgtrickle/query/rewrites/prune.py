@@ -1,4 +1,4 @@
-"""Columns that nobody needs go."""
+"""Remove unused columns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def prune(plan: Plan, needed: set[str]) -> Plan:
             kept_calls = tuple(pair for pair in calls if pair[0].id in needed)
             below = {column.id for column in keys}.union(*(used_ids(call) for _, call in kept_calls))
             if not keys and not kept_calls:
-                return Values((), ((),))  # one row, whatever it counts
+                return Values((), ((),))  # one row, whatever its input
             return Aggregate(prune(child, below), keys, kept_calls)
         case UnionAll(inputs=inputs, columns=columns):
             keep = [i for i, column in enumerate(columns) if column.id in needed]

@@ -1,4 +1,4 @@
-"""Filters go as far down as they may."""
+"""Push filters down as far as possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pgtrickle.query.rewrites.columns import column_ids, substitute
 
 
 def push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
-    """The plan filtered by `parts`, each as far down as it may go."""
+    """The plan filtered by `parts`, each pushed down as far as possible."""
     match plan:
         case Filter(input=child, condition=condition):
             return push_filters(child, [*conjuncts(condition), *parts])
@@ -38,7 +38,7 @@ def push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
             on = conjuncts(condition)
             if kind == "inner":
                 on, rest = rest, []
-            # In an outer join, a condition over the side that is padded only narrows that side.
+            # In an outer join, an ON condition over the padded side alone only restricts that side.
             if kind in {"left", "right"}:
                 padded = right if kind == "left" else left
                 narrow = [part for part in on if used_ids(part) and used_ids(part) <= column_ids(padded)]

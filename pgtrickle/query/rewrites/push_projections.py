@@ -1,4 +1,4 @@
-"""Expressions of a projection go below the join of whose sides they read one."""
+"""Push expressions of a projection below a join if they read only one of its sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pgtrickle.query.rewrites.columns import column_ids, substitute
 
 
 def push_projections(plan: Plan) -> Plan:
-    """Projected expressions that read one side of a join are computed on that side."""
+    """The plan with projected expressions that read one side of a join computed on that side."""
     if isinstance(plan, Project):
         child = plan.input
         while isinstance(child, Project):
@@ -34,7 +34,7 @@ def push_projections(plan: Plan) -> Plan:
 
 
 def _split_items(plan: Project, join: Join, condition: exp.Expression | None = None) -> Project:
-    """Move what reads one preserved side under the join."""
+    """Move expressions that read one preserved side below the join."""
     sides = {"inner": ("left", "right"), "left": ("left",), "right": ("right",), "full": ()}[join.kind]
     extra: dict[str, list[tuple[Column, exp.Expression]]] = {"left": [], "right": []}
     items: list[tuple[Column, exp.Expression]] = []
