@@ -1,8 +1,8 @@
-"""Aggregates that add up: the change of a group is the sum over the change of its rows.
+"""Additive aggregates: the change of a group is the sum over the change of its rows.
 
-count; sum and avg over integers and numeric(p,s). The state behind a group is its number of rows, and for every argument the
-number of values, their sum and the number of NaNs among them (a NaN would stick to a running sum). PostgreSQL turns state
-into values, so that digits are its own.
+These are count, and sum and avg over integers and numeric(p,s). The state of a group is its number of rows and, for
+each argument, the number of values, their sum and the number of NaNs (a NaN could never be removed from a running sum).
+PostgreSQL computes values from the state, so their digits are exactly PostgreSQL's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOTAL = PgType(NUMERIC, -1, "numeric")
 
 @dataclass(frozen=True)
 class Argument:
-    """One summed expression: its value without NaN, and a mark where it is NaN."""
+    """One summed expression: its value without NaN, and a mark for NaN."""
 
     value: Column
     nan: Column
@@ -29,12 +29,12 @@ class Argument:
 
 @dataclass(frozen=True)
 class AdditiveForm:
-    """How a top-level aggregation is kept: rows to add up, and how groups become values."""
+    """How a top-level aggregation is maintained: the rows to add up, and how the state becomes values."""
 
     input: Plan  # keys and arguments
     keys: tuple[Column, ...]
     arguments: tuple[Argument, ...]
-    values: tuple[tuple[Column, exp.Expression], ...]  # each aggregate over the state's columns
+    values: tuple[tuple[Column, exp.Expression], ...]  # each aggregate as an expression over the state's columns
 
     @property
     def key_columns(self) -> list[tuple[str, PgType]]:
@@ -43,7 +43,7 @@ class AdditiveForm:
 
     @property
     def state_columns(self) -> list[tuple[str, PgType]]:
-        """Names and types of the state behind the keys."""
+        """Names and types of the columns that follow the keys in the state."""
         columns = [("n", BIGINT)]
         for i in range(len(self.arguments)):
             columns += [(f"count{i}", BIGINT), (f"sum{i}", TOTAL), (f"nan{i}", BIGINT)]
@@ -51,7 +51,7 @@ class AdditiveForm:
 
 
 def additive_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> AdditiveForm | None:
-    """The aggregation in additive form, or None where an aggregate does not add up."""
+    """The aggregation in additive form; None if one of its aggregates is not additive."""
     if not plan.calls:
         return None
     items: list[tuple[Column, exp.Expression]] = [(key, key.ref()) for key in plan.keys]
@@ -82,7 +82,10 @@ def additive_form(plan: Aggregate, new_column: NewColumn, types_of: TypesOf) -> 
 
 
 def _take_apart(call: exp.Expression) -> tuple[exp.Expression | None, exp.Expression | None]:
-    """The aggregate and its argument with FILTER folded in; no argument for count(*)."""
+    """The aggregate, and its argument with FILTER folded in.
+
+    There is no argument for count(*), and no aggregate if it is not additive.
+    """
     condition = None
     if isinstance(call, exp.Filter):
         condition = call.expression.this
@@ -104,7 +107,7 @@ def _take_apart(call: exp.Expression) -> tuple[exp.Expression | None, exp.Expres
 
 
 def _without_filter(argument: exp.Expression) -> exp.Expression:
-    """A CASE loses its argument's typmod; the argument has it."""
+    """The argument without the CASE that FILTER became: a CASE loses the typmod of its branch."""
     if isinstance(argument, exp.Case) and argument.this is None and argument.args.get("default") is None:
         branches = argument.args["ifs"]
         if len(branches) == 1:

@@ -1,8 +1,9 @@
 """From a query's plan to the plan of its change.
 
-Inner joins take the change of one side at a time: inputs to the left at their new state, to the right at their old one,
-so that nothing counts twice. Outer joins are the inner join plus the padded rows without a partner. What cannot be added
-up is recomputed for the groups that the change touches. One function per operator; `RULES` is the whole algebra.
+An inner join takes the change of one side at a time, with inputs to the left of it at their new state and inputs to the
+right at their old one, so that nothing counts twice. An outer join is the inner join plus the padded rows without a
+partner. What cannot be added up is recomputed for the groups that the change affects. There is one function per
+operator; `RULES` is the whole algebra.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from pgtrickle.query.plan import (
 )
 from pgtrickle.query.unsupported import Unsupported
 
-# Spark plans for seconds beyond this. The largest plan of the corpus, four tables in a chain of left joins, has 312.
+# Beyond this, Spark's own planning takes seconds. The largest plan of the test corpus, a chain of left joins over four
+# tables, has 312 operators.
 MOST_OPERATORS = 600
 
 
 def differentiate(plan: Plan) -> Plan | None:
-    """The plan whose value is the change of the given one between frontier and cut; None where it never changes.
+    """The plan of the change of a given plan between frontier and cut; None if it never changes.
 
-    Raises Unsupported as soon as it has too many operators. Outer joins and existence tests within each other multiply:
-    each reads states of what is below it several times.
+    Raises Unsupported as soon as the change has too many operators. Nested outer joins and existence tests multiply
+    them, because each reads the states below it several times.
     """
     change = RULES[type(plan)](plan)
     if change is not None and change.operators > MOST_OPERATORS:
@@ -99,7 +101,7 @@ def _inner(plan: Join, left_change: Plan | None, right_change: Plan | None) -> P
 def _without_partner(
     marked: Exists, left_change: Plan | None, right_change: Plan | None, columns: tuple[Column, ...]
 ) -> Plan | None:
-    """The change of the padded rows: those of one side that no row of the other meets."""
+    """The change of the padded rows: the rows of one side that match no row of the other."""
     change = _marks(marked, left_change, right_change)
     return None if change is None else padded(change, marked.left, marked.mark, columns)
 
@@ -121,7 +123,8 @@ def _marks(plan: Exists, left_change: Plan | None, right_change: Plan | None) ->
         left, right = plan.left, plan.right
         for mine, theirs in pairs:
             left = restrict(left, mine, Keys(right_change, theirs))
-            # Rows that are left may meet the same partners as those that changed, and by their own type's equality be others.
+            # Unless the type of the right keys tells them apart, an unchanged row can match the same partners as a
+            # changed row although their keys differ by their own type's equality: the restriction would lose it.
             if theirs.type.tells_apart(mine.type):
                 right = restrict(right, theirs, Keys(right_change, theirs))
         unchanged = Filter(plan.left, exp.false())

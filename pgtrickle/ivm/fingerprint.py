@@ -1,7 +1,7 @@
-"""Columns whose text is not a matter of the rows alone, which a result without a key cannot be maintained by.
+"""Check whether the rows of a result without a key can be found by their text.
 
-Rows without a key are found by what they print. A group of 1.5 and 1.50 shows one of them, and which one depends on the
-order of rows; so do the last digits of a float sum.
+They cannot if the text of a column does not depend on the rows alone. A group of 1.5 and 1.50 shows one of the two,
+and which one depends on the order of rows; so do the last digits of a float sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pgtrickle.query.unsupported import Unsupported
 
 
 def check_fingerprint(plan: Plan) -> None:
-    """Refuse a plan whose result cannot be found by its text."""
+    """Raise Unsupported if the rows of the plan's result cannot be found by their text."""
     _check_float_aggregates(plan)
     chosen = _chosen(plan)
     for column in plan.columns:
@@ -77,6 +77,6 @@ def _chosen(plan: Plan) -> set[str]:
 
 
 def _above(child: Plan, columns: tuple[Column, ...]) -> list[Column]:
-    """The union's columns that stand above a chosen one of the input."""
+    """The union's columns that show a chosen column of the input."""
     chosen = _chosen(child)
     return [ours for ours, theirs in zip(columns, child.columns, strict=True) if theirs.id in chosen]

@@ -1,7 +1,7 @@
-"""Bounding what is read of a state: only rows whose key occurs in a change.
+"""Bounds on what is read of a state: only rows whose key occurs in a change.
 
-A restriction travels down to the scans; through a join it goes on sideways, so that looking up one input by the change
-and the next by the first reads a few rows of each.
+A restriction is pushed down to the scans. At a join it is also passed on to the other side: one input is looked up by
+the change and the next by the first, so that only a few rows of each are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pgtrickle.query.plan import (
 
 @dataclass(frozen=True)
 class Keys:
-    """The values that one column of a plan takes."""
+    """The values of one column of a plan."""
 
     origin: Plan
     column: Column
@@ -35,7 +35,7 @@ class Keys:
 
 
 def restrict(plan: Plan, column: Column, keys: Keys) -> Plan:
-    """The plan with (at least) its rows whose `column` is among the keys; unchanged where no bound can be passed on."""
+    """The plan with at least its rows whose `column` is among the keys; unchanged if no bound can be passed on."""
     match plan:
         case Scan() | KeyFilter(input=Scan() | KeyFilter()):
             return KeyFilter(plan, column, keys.origin, keys.column, keys.nulls)
@@ -75,7 +75,7 @@ def restrict(plan: Plan, column: Column, keys: Keys) -> Plan:
 
 def _restrict_join(plan: Join, column: Column, keys: Keys) -> Plan:
     on_left = column.id in {item.id for item in plan.left.columns}
-    # Narrowing the padded side of an outer join would invent padded rows.
+    # Restricting the padded side of an outer join would produce padded rows that do not exist.
     if not (plan.kind == "inner" or (plan.kind == "left" and on_left) or (plan.kind == "right" and not on_left)):
         return plan
     own, other = (plan.left, plan.right) if on_left else (plan.right, plan.left)
@@ -89,7 +89,7 @@ def _restrict_join(plan: Join, column: Column, keys: Keys) -> Plan:
 
 
 def is_chain(plan: Plan) -> bool:
-    """Filters and projections over one table: PostgreSQL evaluates them while it reads."""
+    """Whether the plan is filters and projections over one table, which PostgreSQL evaluates while it reads."""
     match plan:
         case Scan():
             return True

@@ -1,4 +1,4 @@
-"""Outer joins as inner joins plus rows without a partner, padded with NULLs."""
+"""Outer joins as inner joins plus padded rows: rows without a partner, padded with NULLs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pgtrickle.query.subqueries import BOOLEAN
 
 
 def partner_mark(rows: Plan, others: Plan, condition: exp.Expression) -> Exists:
-    """The rows of one side, marked by whether a row of the other meets them."""
+    """The rows of one side, marked by whether they match a row of the other side."""
     first = (rows.columns or others.columns)[0].id if rows.columns or others.columns else "0"
     return Exists(rows, others, condition, Column(f"m{first}", "partner", BOOLEAN))
 
 
 def padded(marked: Plan, rows: Plan, mark: Column, columns: tuple[Column, ...]) -> Plan:
-    """The marked rows that have no partner, in the shape of the join."""
+    """The marked rows without a partner, padded to the columns of the join."""
     own = {column.id for column in rows.columns}
     items = tuple(
         (column, column.ref() if column.id in own else cast_to(exp.null(), column.type.name)) for column in columns
@@ -25,7 +25,7 @@ def padded(marked: Plan, rows: Plan, mark: Column, columns: tuple[Column, ...]) 
 
 
 def outer_as_union(join: Join) -> UnionAll:
-    """The same rows as the outer join, from operators that Spark runs with weights."""
+    """The rows of an outer join, computed by operators that Spark can run with weights."""
     terms: list[Plan] = [Join("inner", join.left, join.right, join.condition)]
     if join.kind in {"left", "full"}:
         marked = partner_mark(join.left, join.right, join.condition)

@@ -1,4 +1,4 @@
-"""Everything a refresh needs to know about a query, worked out once: what to add up or recompute, and how rows are kept."""
+"""What a refresh needs to know about a query, computed once: what to add up or recompute, and how rows are stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regro
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.unsupported import Unsupported
 
-# Filters and projections that PostgreSQL evaluates when rows are applied, from the first to the last.
+# A finish step: a filter or projection that PostgreSQL evaluates while it applies the delta.
 Step = Filter | Project
 
 
@@ -24,11 +24,11 @@ class Program:
 
     output: tuple[Column, ...]  # the stream table's columns
     plan: Plan  # the whole query
-    core: Plan  # what is maintained; `finish` makes the output of it
-    finish: tuple[Step, ...]
+    core: Plan  # the part that is maintained; `finish` computes the output from it
+    finish: tuple[Step, ...]  # from the first to the last
     key: tuple[str, ...] | None
     additive: AdditiveForm | None
-    change: Plan | None  # of the linear input, or of the core
+    change: Plan | None  # of the additive form's input if there is one, otherwise of the core
 
     @property
     def scans(self) -> list[Scan]:
@@ -59,7 +59,7 @@ def build_program(text: str, binder: Binder) -> Program:
 
 
 def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:
-    """Split off what stands on top and only changes single rows."""
+    """Split off the operators at the top that only work on single rows."""
     steps: list[Step] = []
     while isinstance(plan, Filter | Project) and not is_chain(plan):
         steps.append(plan)
@@ -72,5 +72,5 @@ def _walk(plan: Plan) -> list[Plan]:
 
 
 def is_recomputed(change: Plan) -> bool:
-    """Whether some group of the query is recomputed from its rows."""
+    """Whether any group of the query is recomputed from its rows."""
     return any(isinstance(node, Regroup) for node in _walk(change))

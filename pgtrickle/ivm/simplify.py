@@ -1,4 +1,4 @@
-"""A delta plan for one refresh: what did not change contributes nothing and has no old state of its own."""
+"""The delta plan for one refresh: unchanged tables contribute nothing, and their old state is their new one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from pgtrickle.query.plan import (
 
 
 def simplify(plan: Plan, changed: Set[int]) -> Plan | None:
-    """The plan given that only the tables with these OIDs changed; None where it is empty."""
+    """The plan, given that only the tables with these OIDs changed; None if it is empty."""
     return _Simplifier(changed).plan(plan)
 
 
 @dataclass(frozen=True)
 class _Simplifier:
     changed: Set[int]
-    done: dict[int, Plan | None] = field(default_factory=dict)  # what stands in several places stays one node
+    done: dict[int, Plan | None] = field(default_factory=dict)  # a node that occurs several times stays one node
 
     def plan(self, plan: Plan) -> Plan | None:
         if id(plan) not in self.done:

@@ -1,4 +1,4 @@
-"""The columns that tell a query's rows apart."""
+"""The columns that identify the rows of a query's result."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pgtrickle.query.plan import (
 
 
 def key_of(plan: Plan) -> frozenset[str] | None:
-    """Ids of columns whose values are unique in the plan's result (NULLs count as equal); None where none are known.
+    """Ids of columns whose values are unique in the plan's result (NULLs count as equal); None if none are known.
 
-    An empty set says that there is at most one row.
+    An empty set means that there is at most one row.
     """
     match plan:
         case Scan(relation=relation, fields=fields):
@@ -56,7 +56,7 @@ def key_of(plan: Plan) -> frozenset[str] | None:
 
 
 def _union_key(plan: UnionAll) -> frozenset[str] | None:
-    """Where a constant tells the inputs apart, it and a key that all of them have."""
+    """The key of a union whose inputs a constant distinguishes: the constant, and a key common to all inputs."""
     positions = []
     for child in plan.inputs:
         key = key_of(child)
@@ -64,7 +64,7 @@ def _union_key(plan: UnionAll) -> frozenset[str] | None:
             return None
         positions.append({i for i, column in enumerate(child.columns) if column.id in key})
     if all(_is_spread(child) for child in plan.inputs):
-        # The key of a distributed table is one over all nodes.
+        # The key of a distributed table is unique across all nodes.
         return frozenset(plan.columns[i].id for i in positions[0])
     marks = [i for i in range(len(plan.columns)) if _tells_apart(plan.inputs, i)]
     if not marks or any(found != positions[0] for found in positions):
@@ -73,7 +73,7 @@ def _union_key(plan: UnionAll) -> frozenset[str] | None:
 
 
 def _is_spread(plan: Plan) -> bool:
-    """Whether these are rows of a distributed table on one node."""
+    """Whether the plan reads rows of a distributed table on one node."""
     match plan:
         case Scan(relation=relation):
             return relation.spread
@@ -84,13 +84,13 @@ def _is_spread(plan: Plan) -> bool:
 
 
 def _tells_apart(inputs: Sequence[Plan], position: int) -> bool:
-    """Whether each input has a constant there, and each another one."""
+    """Whether every input has a constant in this column, and no two inputs the same one."""
     values = [_constant(child, child.columns[position].id) for child in inputs]
     return None not in values and len(set(values)) == len(values)
 
 
 def _constant(plan: Plan, id_: str) -> str | None:
-    """The one value that a column has in all rows."""
+    """The constant that a column has in all rows, as Spark SQL; None if there is none."""
     match plan:
         case Filter(input=child):
             return _constant(child, id_)
@@ -106,7 +106,7 @@ def _join_key(plan: Join) -> frozenset[str] | None:
     if left is None or right is None:
         return None
     pairs = [(one, other) for one, other in equi_keys(plan) if one.type.equality_is_shared(other.type)]
-    # A side that is met by its whole key has at most one row for each row of the other.
+    # A side that is joined on its whole key has at most one row for each row of the other.
     if plan.kind in {"inner", "left"} and right <= _as_unique(plan.right, [other.id for _, other in pairs]):
         return left
     if plan.kind in {"inner", "right"} and left <= _as_unique(plan.left, [one.id for one, _ in pairs]):
@@ -115,12 +115,12 @@ def _join_key(plan: Join) -> frozenset[str] | None:
 
 
 def _as_unique(plan: Plan, ids: Sequence[str]) -> set[str]:
-    """These columns, and those that they were cast from without making different values equal."""
+    """These columns, and those that they were cast from if the cast keeps different values different."""
     return set(ids).union(*(_cast_from(plan, id_) for id_ in ids))
 
 
 def _cast_items(plan: Project) -> dict[str, str]:
-    """From columns below to what they are cast to, where different values stay different."""
+    """Map columns below to the columns that they are cast to, if the cast keeps different values different."""
     types = {column.id: column.type for column in plan.input.columns}
     found = {}
     for column, value in plan.items:
@@ -147,7 +147,7 @@ def _cast_from(plan: Plan, id_: str) -> set[str]:
 
 
 def key_columns(plan: Plan, output: tuple[Column, ...]) -> tuple[str, ...] | None:
-    """The names of the output columns that form a key, in their order; None where the result has none of its own."""
+    """The names of the output columns that form a key, in order; None if the result has no key of its own."""
     key = key_of(plan)
     if key is None or not key <= {column.id for column in output}:
         return None
