@@ -1,1 +1,1 @@
-"""Text for what runs a plan: where each part runs, PostgreSQL's SQL, Spark's SQL and the apply."""
+"""From a plan to the texts that run it: placement of its parts, PostgreSQL's SQL, Spark's SQL and the apply."""

@@ -1,10 +1,10 @@
-"""The statement that brings a delta into the stream table: one, and in one pass.
+"""The single statement that applies a delta to the stream table in one pass.
 
-A delta arrives as text columns, either as arrays in the statement's parameter or in a relation. It becomes `z`:
-rows of the stream table with weights. With a key, new rows are inserted or replace their predecessors and the keys that
-are left without a row go; without one, rows are told apart by `__pgt_row_id`, a hash of what they print, and as many copies
-go as the weight says. The statement gives back rows inserted, deleted, and deletions that found no row: a stream table
-that was changed behind our back shows there.
+A delta arrives as text columns, either as arrays in the statement's parameter or in a relation. It becomes `z`: rows of
+the stream table with weights. With a key, new rows are inserted or replace their predecessors, and keys left without a
+row are deleted. Without a key, rows are identified by `__pgt_row_id`, a hash of what they print, and as many copies are
+inserted or deleted as the weight says. The statement returns the numbers of rows inserted, of rows deleted, and of
+deletions that found no row; the last shows that something else changed the stream table.
 """
 
 from __future__ import annotations
@@ -29,12 +29,10 @@ class Target:
     table: str  # quoted, with schema
     columns: tuple[Column, ...]
     key: tuple[str, ...] | None
-    null_keys: bool = True  # the delta may hold NULL in a key, for which no index can be searched
-    empty: bool = False  # nothing is stored, so nothing goes and nothing is in the way
-    stage: str | None = (
-        None  # of a table that Citus placed: z is put there, and brought into the table by other statements
-    )
-
+    null_keys: bool = True  # the delta may have NULL in a key, which cannot be looked up in an index
+    empty: bool = False  # nothing is stored, so there is nothing to delete and no conflict
+    # For a table that Citus placed: z is written to this table, and other statements apply it.
+    stage: str | None = None
     former_row_ids: bool = False  # see pgtrickle._former_row_id()
 
     @property
@@ -42,12 +40,12 @@ class Target:
         return self.key is None or self.stage is not None
 
     def staged(self, column: Column) -> str:
-        """A column's name in the stage, which is kept longer than a plan: not the plan's."""
+        """A column's name in the stage. The stage outlives a plan, so this is not the plan's id."""
         return f"v{sorted(one.name for one in self.columns).index(column.name)}"
 
 
 def incoming(columns: Sequence[tuple[str, PgType]], relation: str | None) -> str:
-    """The delta as a relation of typed columns, its weight first."""
+    """SQL for the delta as a relation of typed columns, with its weight first."""
     names = [name for name, _ in columns]
     typed = ["w::bigint AS w", *(f"{type_.from_text(ident(name))} AS {ident(name)}" for name, type_ in columns)]
     if relation is not None:
@@ -57,7 +55,7 @@ def incoming(columns: Sequence[tuple[str, PgType]], relation: str | None) -> str
 
 
 def finished(rows: str, steps: Sequence[Step]) -> str:
-    """Rows with weights after the filters and projections that PostgreSQL evaluates last."""
+    """SQL for rows with weights after the finish steps."""
     for step in steps:
         if isinstance(step, Filter):
             rows = f"SELECT * FROM ({rows}) AS f WHERE {expression_sql(step.condition)}"
@@ -68,7 +66,7 @@ def finished(rows: str, steps: Sequence[Step]) -> str:
 
 
 def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
-    """Apply a delta of the core's rows."""
+    """The statement that applies a delta of the core's rows."""
     rows = incoming([(column.id, column.type) for column in core], relation)
     if target.empty:
         return f"WITH z AS ({finished(rows, steps)}){_fill(target)}"
@@ -78,7 +76,7 @@ def rows_statement(target: Target, core: Sequence[Column], steps: Sequence[Step]
 def additive_statement(
     target: Target, additive: AdditiveForm, steps: Sequence[Step], state: str, relation: str | None
 ) -> str:
-    """Add a delta to the groups' state, and bring the groups it touched up to date."""
+    """The statement that adds a delta to the groups' state and updates the affected groups."""
     keys, sums = additive.key_columns, additive.state_columns
     rows = incoming([*keys, *sums], relation)
     names = [ident(name) for name, _ in keys]
@@ -92,7 +90,7 @@ def additive_statement(
     equal = " AND ".join(f"u.{ident(name)} {type_.equals} d.{ident(name)}" for name, type_ in keys) or "true"
     old = f"SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON {equal}"
     if names and target.null_keys:
-        # Equality with NULL cannot be hashed: only groups with a NULL are met this way.
+        # NULL-safe equality cannot be hashed, so only groups with a NULL are joined this way.
         same = " AND ".join(_same(f"u.{ident(name)}", f"d.{ident(name)}", type_) for name, type_ in keys)
         has_null = " OR ".join(f"d.{name} IS NULL" for name in names)
         old += f" UNION ALL SELECT {prefixed}{before}, u.known FROM up AS u JOIN d ON ({has_null}) AND {same}"
@@ -121,19 +119,19 @@ def _valued(source: str, additive: AdditiveForm, weight: int) -> str:
 
 
 def resync_statement(target: Target, additive: AdditiveForm, steps: Sequence[Step], state: str) -> str:
-    """Make the stream table what the groups' state says."""
+    """The statement that makes the stream table match the groups' state."""
     alive = " WHERE n > 0" if additive.keys else ""
     return _replacement(target, finished(_valued(f"SELECT * FROM {state}{alive}", additive, 1), steps))
 
 
 def replace_statement(target: Target, core: Sequence[Column], steps: Sequence[Step], relation: str | None) -> str:
-    """Make the stream table what the core's rows say, all of which are given."""
+    """The statement that makes the stream table match the core's rows, all of which are given."""
     rows = incoming([(column.id, column.type) for column in core], relation)
     return _replacement(target, finished(rows, steps))
 
 
 def _replacement(target: Target, new: str) -> str:
-    """Apply the difference between the rows that shall be there and those that are."""
+    """A statement that applies the difference between the new rows and the stored rows."""
     names = ", ".join(f"{ident(column.name)} AS {ident(column.id)}" for column in target.columns)
     stored = f"SELECT -1::bigint AS w, {names} FROM {target.table}"
     ids = ", ".join(ident(column.id) for column in target.columns)
@@ -147,7 +145,7 @@ def _replacement(target: Target, new: str) -> str:
 
 
 def _same(one: str, other: str, type_: PgType) -> str:
-    """Equal or both NULL."""
+    """SQL for: equal, or both NULL."""
     return f"({one} {type_.equals} {other} OR {one} IS NULL AND {other} IS NULL)"
 
 
@@ -165,7 +163,7 @@ def _fill(target: Target) -> str:
 
 
 def _row_id(target: Target, *, whole: bool = False) -> str:
-    """A hash of the row, or of its key where there is one."""
+    """SQL for a hash of the row, or of its key if there is one and `whole` is not set."""
     if target.key is None or whole:
         printed = ", ".join(form_sql(ident(column.id), column.type, "text") for column in target.columns)
     else:
@@ -176,14 +174,14 @@ def _row_id(target: Target, *, whole: bool = False) -> str:
 
 
 def new_row_ids_statement(target: Target) -> str:
-    """Replace the row ids that an earlier version computed."""
+    """The statement that replaces row ids computed by an earlier version."""
     stored = tuple(replace(column, id=column.name) for column in target.columns)
     row_id = _row_id(replace(target, columns=stored))
     return f"WITH u AS (UPDATE {target.table} SET {ROW_ID} = {row_id} RETURNING 1) SELECT ARRAY[count(*)] FROM u"
 
 
 def _change(target: Target, more: str = "") -> str:
-    """The rest of the statement: what it does with z, and the counts it gives back, `more` among them."""
+    """The rest of the statement: what it does with z, and the counts that it returns, with `more` at the end."""
     if target.stage is not None:
         ids = ", ".join(ident(column.id) for column in target.columns)
         names = ", ".join(target.staged(column) for column in target.columns)
@@ -202,7 +200,7 @@ def _change_by_key(target: Target, more: str) -> str:
     names = ", ".join(ident(column.name) for column in target.columns)
     values = ", ".join(ids[column.name] for column in target.columns)
     listed = ", ".join(keys) or "true"
-    # Rows that are in z with both signs and print the same did not change.
+    # A key with a new row is not deleted: its row is inserted or updated.
     plus = f"SELECT {values} FROM z WHERE w > 0"
     gone = f"SELECT DISTINCT {listed} FROM z WHERE w < 0"
     kept = f"SELECT {listed} FROM z WHERE w > 0"
@@ -211,7 +209,7 @@ def _change_by_key(target: Target, more: str) -> str:
     others = [column for column in target.columns if column.name not in target.key]
     sets = ", ".join(f"{ident(column.name)} = excluded.{ident(column.name)}" for column in others)
     if not target.key:
-        # At most one row: it is updated where it is, for one statement cannot delete and insert the same key.
+        # At most one row: update it in place, because one statement cannot delete and insert the same key.
         fresh = ", ".join(f"{ident(column.name)} = p.{ids[column.name]}" for column in target.columns)
         return (
             f", p AS MATERIALIZED ({plus}), there AS MATERIALIZED (SELECT count(*) AS n FROM {target.table}),"

@@ -1,7 +1,8 @@
-"""The statements that bring a delta into a table that Citus placed on other nodes.
+"""The statements that apply a delta to a table that Citus placed on other nodes.
 
-One statement cannot do it there: what changes such a table is a statement of its own. The delta is in a temporary table,
-with its weights and row ids (compile.apply). Rows are told apart by `__pgt_row_id`: a hash of the key, or of the whole row.
+A single statement is not possible there: each change of such a table must be a statement of its own. The delta is in a
+temporary table, with its weights and row ids (compile.apply). Rows are identified by `__pgt_row_id`: a hash of the key,
+or of the whole row.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pgtrickle.query.plan import Column
 def citus_key(
     columns: tuple[Column, ...], key: tuple[str, ...] | None, distribution_column: str | None
 ) -> tuple[str, ...] | None:
-    """The key by which rows are told apart, where equal keys have equal hashes, and a row never changes its place."""
+    """The key that identifies rows; None unless equal keys have equal hashes and a row never changes its shard."""
     if key is None or (distribution_column is not None and distribution_column not in key):
         return None
     keys = [column for column in columns if column.name in key]
@@ -22,13 +23,13 @@ def citus_key(
 
 
 def stage_ddl(stage: str, target: Target) -> str:
-    """The temporary table, which stays with the connection."""
+    """DDL for the temporary table, which exists as long as the connection."""
     columns = ", ".join(f"{target.staged(column)} {column.type.declaration}" for column in target.columns)
     return f"CREATE TEMP TABLE IF NOT EXISTS {stage} (w bigint, row_id uuid, {columns}) ON COMMIT DELETE ROWS"
 
 
 def citus_statements(target: Target, distribution_column: str | None) -> list[str]:
-    """In this order. Each gives back an array of counts: rows inserted, deleted, and deletions that found no row."""
+    """The statements, in order. Each returns counts in an array: rows inserted, deleted, and not found for deletion."""
     assert target.stage is not None
     names = ", ".join([*(ident(column.name) for column in target.columns), ROW_ID])
     values = ", ".join([f"z.{target.staged(column)}" for column in target.columns] + ["z.row_id"])
@@ -38,7 +39,10 @@ def citus_statements(target: Target, distribution_column: str | None) -> list[st
 
 
 def _mark(stage: str, gone: str, counted: str) -> str:
-    """Row ids to delete as rows without a weight: Citus takes no more than a condition where it looks them up."""
+    """A statement that adds the row ids to delete to the stage, as rows without a weight.
+
+    Citus accepts no more than a condition in the subquery that looks them up there.
+    """
     return (
         f"WITH g AS (INSERT INTO {stage} (row_id) {gone} RETURNING 1)"
         f" SELECT ARRAY[0, 0, {counted}] FROM (SELECT count(*) AS n FROM g) AS c"
@@ -66,10 +70,10 @@ def _marked(stage: str) -> str:
 
 
 def _by_row(target: Target, names: str, values: str) -> list[str]:
-    """Of rows that go all copies go, and those that stay come again: no copy can be told from another."""
+    """Delete all copies of a row that loses some, and insert the remaining ones again: copies are indistinguishable."""
     assert target.stage is not None
     net = f"SELECT row_id, sum(w)::bigint AS w FROM {target.stage} WHERE w <> 0 GROUP BY row_id HAVING sum(w) <> 0"
-    # Copies that are there now: as rows without values, that weigh nothing.
+    # The copies that the table has now, in the stage as rows without values and with weight 0.
     there = f"SELECT row_id, count(*) AS n FROM {target.stage} WHERE w = 0 GROUP BY row_id"
     found = f"({net}) AS n LEFT JOIN ({there}) AS t USING (row_id)"
     one = f"SELECT DISTINCT ON (row_id) * FROM {target.stage} WHERE w <> 0 ORDER BY row_id"

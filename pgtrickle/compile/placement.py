@@ -1,4 +1,4 @@
-"""Where each part of a delta plan runs: PostgreSQL reads and evaluates, Spark joins and adds up what changed."""
+"""Where each part of a delta plan runs: PostgreSQL reads and evaluates, Spark joins and adds up the changes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ Placement = Literal["auto", "spark"]
 
 
 class AcrossDatabases(Exception):
-    """A part of a plan that no single database can compute, and Spark not as PostgreSQL would."""
+    """No single database can compute a part of a plan, and Spark cannot compute it as PostgreSQL would."""
 
 
 @dataclass(frozen=True)
 class Placer:
-    """Cuts a plan into fragments for one placement."""
+    """Splits a plan into fragments for one placement."""
 
     placement: Placement
 
@@ -120,10 +120,10 @@ class Placer:
                 raise AssertionError(f"{type(plan).__name__} has no place")
 
     def _calculate(self, plan: Project, example: exp.Expression) -> Plan:
-        """Numbers of several databases are added and multiplied on Spark; what reads one source is computed there."""
+        """Add and multiply numbers from several databases on Spark; expressions over one source are computed there."""
         if len(databases_of(plan)) < 2 and not any(
             scan.relation.shard for scan in scans_of(plan)
-        ):  # PostgreSQL can, and refuses what overflows
+        ):  # PostgreSQL can compute it, and rejects overflows
             raise NotOnSpark(f"{example.sql(dialect='postgres')} reads several sources")
         columns = {column.id: column for column in plan.input.columns}
         below: dict[str, tuple[Column, exp.Expression]] = {}
@@ -148,5 +148,5 @@ class Placer:
 
 
 def _has_outer_join(plan: Plan) -> bool:
-    """Whether the state of an outer join is read, which `auto` leaves to PostgreSQL."""
+    """Whether the plan reads the state of an outer join, which `auto` leaves to PostgreSQL."""
     return (isinstance(plan, Join) and plan.kind != "inner") or any(map(_has_outer_join, inputs_of(plan)))

@@ -1,7 +1,7 @@
-"""A plan as PostgreSQL's SQL: what a source computes.
+"""Compile a plan to PostgreSQL's SQL: the part that a source computes.
 
-States (NEW and OLD scans) are plain relations; a change carries its weights in column `w`. The old state of a table is the
-new one less the change, taken row by row as they print, so that 1.0 and 1.00 stay two rows.
+States (NEW and OLD scans) are plain relations; a change has its weights in column `w`. The old state of a table is the
+new one minus the change. Rows are subtracted by their printed text, so that 1.0 and 1.00 remain two rows.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ DATE_EPOCH = "'2000-01-01'"
 
 @lru_cache(maxsize=8192)
 def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...], *, in_parts: bool = False) -> SqlText:
-    """The statement that gives the fragment's rows: the wanted forms of its columns, then the weight.
+    """The statement that returns the fragment's rows: the requested forms of its columns, then the weight.
 
-    In parts, its one scan has a hole for a condition on the blocks of the table. Changes are in parts as they are filled in.
+    With `in_parts`, its one scan has a hole for a condition on the blocks of the table. Changes need no such hole: the
+    condition that fills their own hole restricts them to the part.
     """
     compiler = _Compiler(in_parts)
     rows, weighted = compiler.rows(plan)
@@ -66,18 +67,18 @@ def compile_fragment(plan: Plan, forms: tuple[tuple[Column, Form], ...], *, in_p
 
 
 def form_name(column: Column, form: Form) -> str:
-    """The name of a column's form in flight. Where the text is the key already, there is only the text."""
+    """The name of a column's form in flight. If the text can serve as the key, there is only the text."""
     if form == "key" and column.type.text_is_identity:
         form = "text"
     return f"{column.id}_{form[0]}"
 
 
 def form_sql(name: str, type_: PgType, form: Form) -> str:
-    """The PostgreSQL expression that prints a column in the given form."""
+    """The PostgreSQL expression for a column in the given form."""
     if form == "text" or (form == "key" and type_.text_is_identity):
-        if type_.oid == BPCHAR:  # a cast of char(n) to text drops its blanks; what the type prints keeps them
+        if type_.oid == BPCHAR:  # a cast of char(n) to text drops trailing blanks; the type's output keeps them
             return f"textin(bpcharout({name}))"
-        # A cast to text of a type of a user's may be a function of that user's; concat() takes what the type prints.
+        # A cast of a user's type to text may call a function of that user; concat() uses the type's output.
         return (
             f"({name})::text"
             if type_.is_built_in
@@ -103,13 +104,13 @@ def form_sql(name: str, type_: PgType, form: Form) -> str:
             f" WHEN {name} < {DATE_EPOCH} THEN -9223372036854775808 END"
         )
     if type_.is_decimal:
-        # NaN is greater than every number, as one beyond the type's range is.
+        # NaN is greater than every number, and so is a number beyond the type's range.
         return f"CASE WHEN {name} = 'NaN' THEN {decimal_nan(type_)} ELSE {name} END"
     return name if type_.oid == BOOL else f"({name})::bigint"
 
 
 def _interval_key(name: str) -> str:
-    """Intervals are equal if their seconds are, with days of 24 hours and months of 30 days."""
+    """The key of an interval. Intervals are equal if their seconds are, with days of 24 hours and months of 30 days."""
     months = f"extract(year FROM {name}) * 12 + extract(month FROM {name})"
     days = f"(({months}) * 30 + extract(day FROM {name}))"
     hours = f"({days} * 24 + extract(hour FROM {name}))"
@@ -118,7 +119,7 @@ def _interval_key(name: str) -> str:
 
 
 def form_type(type_: PgType, form: Form) -> str:
-    """The PostgreSQL type of what `form_sql` gives."""
+    """The PostgreSQL type of the expression that `form_sql` returns."""
     if form != "native":
         return "text"
     if type_.oid == BOOL:
@@ -127,7 +128,7 @@ def form_type(type_: PgType, form: Form) -> str:
 
 
 def decimal_nan(type_: PgType) -> str:
-    """The number that stands for NaN of a numeric(p,s)."""
+    """The number that represents NaN of a numeric(p,s)."""
     assert type_.precision is not None
     assert type_.scale is not None
     return "1" + "0" * (type_.precision - type_.scale)
@@ -225,7 +226,7 @@ class _Compiler:
                 groups.append(name)
                 values.append(name)
                 if not column.type.text_is_identity:
-                    groups.append(f'{printed} COLLATE "C"')  # a cast to text leaves a column its collation
+                    groups.append(f'{printed} COLLATE "C"')  # a cast to text keeps the column's collation
             else:
                 groups.append(printed)
                 values.append(f"{column.type.from_text(f'({printed})')} AS {name}")
@@ -291,7 +292,7 @@ def _select(columns: Iterable[Column], weighted: bool, more: Sequence[str] = ())
 
 
 def buffered(item: RelationColumn, columns: Sequence[RelationColumn]) -> exp.Expression:
-    """A source column as the change buffer holds it; a virtual column is computed from those it depends on."""
+    """A source column as the change buffer stores it; a virtual column is computed from the columns it depends on."""
     if item.generated is None:
         return exp.column(f"c{item.attnum}")
     attnums = {column.name: column.attnum for column in columns}

@@ -1,7 +1,7 @@
-"""Computing an expression as low in a delta plan as one table reaches, where PostgreSQL evaluates it in the fetch.
+"""Push expressions of a delta plan down to the one table that they read: PostgreSQL evaluates them in the fetch.
 
-A projection passes unions, inner joins and marks: each term of a change computes its own. Above a recomputed group it
-stays, for what it reads is not there before.
+A projection moves through unions, inner joins and marks: each term of a change computes it separately. It stays above a
+recomputed group, because its input does not exist below that.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Items = tuple[tuple[Column, exp.Expression], ...]
 
 
 def push_down(plan: Project) -> Plan | None:
-    """The same rows with every expression computed over one table; None where one needs several."""
+    """The same rows with every expression computed over one table; None if one of them needs several tables."""
     return _compute(plan.input, plan.items)
 
 
 def _compute(plan: Plan, items: Items) -> Plan | None:
-    """The items over the plan's rows."""
+    """The items computed from the plan's rows; None if one of them needs several tables."""
     if is_chain(plan) or all(isinstance(value, exp.Column) for _, value in items):
         return Project(plan, items)
     match plan:
@@ -88,20 +88,20 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
 
 
 def _add_columns(plan: Plan, items: Items, needed: set[str]) -> Plan | None:
-    """The plan with what the items compute, and those of its own columns that are read above."""
+    """The plan with the items' expressions as columns, and those of its own columns that are read above."""
     computed = tuple(item for item in items if not isinstance(item[1], exp.Column))
     passed = needed | {value.name for _, value in items if isinstance(value, exp.Column)}
     return _compute(plan, (*computed, *((column, column.ref()) for column in plan.columns if column.id in passed)))
 
 
 def _picked(plan: Plan, items: Items, wanted: Items | None = None) -> Plan:
-    """The items, now that all of them are columns of the plan, under the names of those that are wanted."""
+    """Project the items, all of which are columns of the plan by now, to the columns of `wanted`."""
     values = [value if isinstance(value, exp.Column) else column.ref() for column, value in items]
     return Project(plan, tuple((column, value) for (column, _), value in zip(wanted or items, values, strict=True)))
 
 
 def _apart(items: Items, taken: set[str]) -> Items:
-    """The items under ids that the other side does not use: a padded row has NULL under the ids of that very side."""
+    """The items under ids that the other side does not use: padded rows have NULL under the ids of that side."""
     return tuple(
         (replace(column, id=f"own_{column.id}") if column.id in taken else column, value) for column, value in items
     )
@@ -112,7 +112,7 @@ def _renamed(plan: Plan, columns: tuple[Column, ...]) -> Plan:
 
 
 def _reads(items: Items, mark: Column) -> bool:
-    """Whether an expression (not a plain column) needs the mark, which only the operator itself knows."""
+    """Whether an expression (not a plain column) needs the mark, which only the operator itself computes."""
     return any(mark.id in used_ids(value) for _, value in items if not isinstance(value, exp.Column))
 
 

@@ -1,7 +1,7 @@
 """Several fragments over the changes of one table as one statement: the buffer is read once for all of them.
 
-Every expression is a column of the wide rows and every filter a flag. An expression is evaluated only for the rows of a
-fragment that asks for it: on others it might fail.
+Every expression is a column of the wide rows, and every filter is a flag. An expression is evaluated only for the rows
+of the fragment that uses it: on other rows it might fail.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pgtrickle.query.types import Form, PgType
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a fragment's rows are among the wide ones: its columns, and the flag of its rows."""
+    """Where to find a fragment's rows among the wide ones: its columns, and the flag of its rows."""
 
     columns: dict[str, str]  # the fragment's name of each form -> the wide column
     flag: str | None
@@ -27,7 +27,7 @@ class Slice:
 
 @dataclass
 class SharedScan:
-    """A statement in the making, for fragments over the changes of one relation."""
+    """Builds one statement for several fragments over the changes of one relation."""
 
     relation: Relation
     columns: dict[str, tuple[str, PgType, Form]] = field(default_factory=dict)  # by expression
@@ -35,7 +35,7 @@ class SharedScan:
     _all_filtered: bool = True
 
     def add(self, plan: Plan, forms: Sequence[tuple[Column, Form]]) -> Slice:
-        """Let the statement give this fragment's rows too."""
+        """Add a fragment to the statement; return where to find its rows."""
         values, conditions = _over_buffer(plan)
         flag = None
         condition = " AND ".join(f"({expression_sql(item)})" for item in conditions)
@@ -55,7 +55,7 @@ class SharedScan:
         return Slice(columns, flag)
 
     def statement(self) -> SqlText:
-        """The rows: columns, flags, weight."""
+        """The statement that returns the wide rows: columns, flags, weight."""
         items = [f"{text} AS {name}" for text, (name, _, _) in self.columns.items()]
         items += [f"coalesce({condition}, false) AS {name}" for condition, name in self.flags.items()]
         items.append("__pgt_w::bigint AS w")
@@ -65,14 +65,14 @@ class SharedScan:
 
 
 def change_scan(plan: Plan) -> Scan | None:
-    """The scan of changes that a plan of filters and projections stands on; None for any other plan."""
+    """The scan of changes below a plan of filters and projections; None for any other plan."""
     while isinstance(plan, Filter | Project):
         plan = plan.input
     return plan if isinstance(plan, Scan) and plan.version is Version.DELTA else None
 
 
 def _over_buffer(plan: Plan) -> tuple[dict[str, exp.Expression], list[exp.Expression]]:
-    """The plan's columns and conditions in terms of the buffer's columns."""
+    """The plan's columns and conditions as expressions over the buffer's columns."""
     match plan:
         case Scan(relation=relation, fields=fields):
             return {column.id: buffered(item, relation.columns) for column, item in fields}, []

@@ -1,4 +1,4 @@
-"""SQL text with holes for what only the refresh knows: key sets, and the changes between frontier and cut."""
+"""SQL text with holes for what is known only during a refresh: key sets, and the changes between frontier and cut."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from psycopg import sql
 
 from pgtrickle.query.plan import KeyFilter
 
-# A user's literal could look like a hole: the nonce makes sure that it does not.
+# The nonce ensures that no literal in a user's query looks like a hole.
 _NONCE = secrets.token_hex(8)
 _HOLE = re.compile(rf"⟦{_NONCE}:(\w+)⟧")
-PART = "part"  # of a table's blocks
-SHARDS = "shards"  # of a distributed table on one node; the number of the table follows
-CHANGES = "changes_"  # of a table, between frontier and cut; the rest of the name of its buffer follows
+PART = "part"  # a condition on a table's blocks
+SHARDS = "shards"  # the shards of a distributed table on one node; the table's OID follows
+CHANGES = "changes_"  # a table's changes between frontier and cut; the rest of its buffer's name follows
 
 
 _MEANINGS = {SHARDS: "(its shards here)"}
@@ -28,13 +28,13 @@ def hole(name: str) -> str:
 
 @dataclass(frozen=True)
 class SqlText:
-    """A statement whose holes are `key0` and so on, one for each of `keys`, changes, the part, and shards."""
+    """A statement with holes: `key0` and so on, one for each of `keys`; changes; the part; and shards."""
 
     text: str
     keys: tuple[KeyFilter, ...] = field(default=())
 
     def fill(self, value: Callable[[str], sql.Composable]) -> sql.Composed:
-        """The statement with every hole filled; `value` is given the hole's name."""
+        """The statement with every hole filled; `value` is called with the name of a hole."""
         parts: list[sql.Composable] = []
         end = 0
         for match in _HOLE.finditer(self.text):
@@ -46,7 +46,7 @@ class SqlText:
 
 
 def readable(text: str) -> str:
-    """The text for a person: holes say what will stand there."""
+    """The text for a human reader: each hole is replaced by a description."""
     return _HOLE.sub(lambda match: _meaning(match.group(1)), text)
 
 
@@ -57,5 +57,5 @@ def _meaning(name: str) -> str:
 
 
 def ident(name: str) -> str:
-    """An identifier, quoted."""
+    """The quoted identifier."""
     return '"' + name.replace('"', '""') + '"'

@@ -1,1 +1,1 @@
-"""Spark's SQL for what PostgreSQL's operators mean."""
+"""Spark SQL with the semantics of PostgreSQL's operators."""

@@ -1,4 +1,4 @@
-"""Aggregates that Spark computes exactly as PostgreSQL does, over rows with weights."""
+"""Aggregates over rows with weights that Spark computes exactly as PostgreSQL does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgtrickle.query.types import BOOL, INT8, Form
 
 
 def forms_needed(plan: Aggregate) -> list[tuple[Column, Form]]:
-    """Which forms of the input's columns the aggregation reads on Spark; raises NotOnSpark where it cannot run there."""
+    """The forms of the input's columns that an aggregation on Spark reads; raises NotOnSpark if Spark cannot run it."""
     forms: list[tuple[Column, Form]] = []
     for key in plan.keys:
         if not key.type.has_key:
@@ -24,7 +24,7 @@ def forms_needed(plan: Aggregate) -> list[tuple[Column, Form]]:
 
 
 def call_sql(plan: Aggregate, call: exp.Expression, column: Column, form: Form) -> str:
-    """The aggregate's value in the given form."""
+    """Spark SQL for the aggregate's value in the given form."""
     text, _ = _call(plan, call)
     if form == "native":
         if isinstance(call, exp.Min | exp.Max):
@@ -32,7 +32,7 @@ def call_sql(plan: Aggregate, call: exp.Expression, column: Column, form: Form) 
             return f"{call.key}({form_name(argument, 'native')})"
         return f"CAST({text} AS {'BOOLEAN' if column.type.oid == BOOL else 'BIGINT'})"
     if form == "key" and not column.type.text_is_identity:
-        # As PostgreSQL's trim_scale prints a number.
+        # The same text as from PostgreSQL's trim_scale().
         return f"IF(instr({text}, '.') > 0, TRIM(TRAILING '.' FROM TRIM(TRAILING '0' FROM {text})), {text})"
     return text
 

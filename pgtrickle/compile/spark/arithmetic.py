@@ -1,7 +1,7 @@
 """Arithmetic that Spark does exactly as PostgreSQL: adding and multiplying integers and numeric(p,s) of known digits.
 
-Needed where a product's factors come from different databases, so that no PostgreSQL has both. A NaN is carried along as a
-condition: to Spark's decimals it is a number (see `decimal_nan`).
+It is needed if the factors of a product come from different databases, so that no single server has both. NaN is
+tracked as a separate condition, because among Spark's decimals a number represents it (see `decimal_nan`).
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ _DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+)(?:, ?(\d+))?\)")
 
 @dataclass(frozen=True)
 class _Number:
-    """A value on Spark: NULL, or a decimal of these digits, or NaN where that condition holds."""
+    """A value on Spark: NULL, a decimal with these digits, or NaN if the condition `nan` is true."""
 
     text: str
     precision: int  # of its values
     scale: int
     nan: str | None = None
-    wide: int = 0  # the precision of its type on Spark, which has room for what stands for NaN
+    wide: int = 0  # the precision of its Spark type, which has room for the number that represents NaN
 
     @property
     def whole(self) -> int:
-        """Digits before the point."""
+        """Digits before the decimal point."""
         return self.precision - self.scale
 
 
 def number_sql(node: exp.Expression, type_: PgType, form: Form, names: SparkExpressions) -> str:
-    """An expression of that type in the given form; raises NotOnSpark where it is not on the list."""
+    """Spark SQL for an expression of that type in the given form; raises NotOnSpark if it is not supported."""
     number = _number(node, names)
     if not (type_.is_integer or type_.is_decimal):
         raise NotOnSpark(f"{node.sql(dialect='postgres')} is evaluated by PostgreSQL only")
     assert type_.precision is not None
     assert type_.scale is not None
-    # PostgreSQL refuses an integer that its type does not hold.
+    # Integers need no such check: PostgreSQL rejects one that does not fit its type.
     if type_.is_decimal and (number.scale > type_.scale or number.whole > type_.precision - type_.scale):
         raise NotOnSpark(f"{node.sql(dialect='postgres')} is rounded by PostgreSQL only")
     if form != "native":
@@ -95,7 +95,7 @@ def _column(node: exp.Column, names: SparkExpressions) -> _Number:
 
 
 def _cast(node: exp.Cast, names: SparkExpressions) -> _Number:
-    """To a type that holds the number as it is."""
+    """A cast to a type that holds the number unchanged."""
     inner = _number(node.this, names)
     to = node.to.sql(dialect="postgres").lower()
     if to in {"decimal", "numeric"}:
@@ -113,7 +113,7 @@ def _cast(node: exp.Cast, names: SparkExpressions) -> _Number:
 
 def _combine(node: exp.Expression, left: _Number, right: _Number) -> _Number:
     nans = [side.nan for side in (left, right) if side.nan is not None]
-    # NULL beside NaN is NULL.
+    # NULL combined with NaN is NULL.
     nan = f"({left.text} IS NOT NULL AND {right.text} IS NOT NULL AND ({' OR '.join(nans)}))" if nans else None
     if isinstance(node, exp.Mul):
         scale = left.scale + right.scale
@@ -129,7 +129,7 @@ def _combine(node: exp.Expression, left: _Number, right: _Number) -> _Number:
 
 
 def _case(branch: exp.Expression, names: SparkExpressions) -> _Number:
-    """CASE WHEN … THEN … END: of a condition on Spark, or of whether a number is NaN."""
+    """CASE WHEN … THEN … END with a condition that Spark supports, or a test whether a number is NaN."""
     condition = unwrap(branch.this)
     if isinstance(condition, exp.EQ) and _is_nan(condition.expression):
         text = _number(condition.this, names).nan or "false"

@@ -1,10 +1,10 @@
-"""A placed plan as one Spark SQL text over the fetched fragments.
+"""Compile a placed plan to one Spark SQL text over the fetched fragments.
 
-Rows carry their weight in `w`; columns carry only the forms that something above reads. Fragments that turned out empty
-take the operators above them with them, so that a text holds only what can contribute.
+Rows have their weight in `w`; columns have only the forms that something above reads. Operators that return nothing
+because a fragment is empty are left out with it, so that the text contains only what can contribute rows.
 
-A text can be **shared** by stream tables whose plans differ in their fragments alone: the rows of all of them stand in the same
-tables, each with the number of its stream table in `st`, and no operator brings rows of different numbers together.
+Stream tables whose plans differ only in their fragments can **share** a text: the rows of all of them are in the same
+tables, each row with the number of its stream table in `st`, and no operator combines rows with different numbers.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ def forms_of(columns: Iterable[Column], form: Form = "text") -> FormSet:
 
 
 def fragment_forms(plan: Plan, wanted: FormSet) -> dict[Fragment, FormSet]:
-    """For each fragment of a placed plan, the forms that must be fetched when `wanted` is asked of the whole."""
+    """The forms to fetch for each fragment of a placed plan, so that the whole plan can return `wanted`."""
     found: dict[Fragment, FormSet] = {}
     _SparkCompiler(None, found).rows(plan, wanted)
     return found
 
 
-SHARED = ("st",)  # what the rows of a shared text have besides
+SHARED = ("st",)  # additional columns of the rows of a shared text
 
 
 class NotShareableError(Exception):
-    """A plan whose result for no rows is a row."""
+    """A plan returns a row even for empty input."""
 
 
 def compile_spark(plan: Plan, wanted: FormSet, tables: Tables, shared: tuple[str, ...] = ()) -> str | None:
-    """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None where nothing can come out.
+    """Spark SQL for the plan's rows: `wanted` and `w`, not consolidated. None if there can be no rows.
 
-    `tables` gives a query for a fragment's rows, or None where the fragment is empty.
+    `tables` returns a query for a fragment's rows, or None if the fragment is empty.
     """
     return _SparkCompiler(tables, {}, shared).rows(plan, wanted)
 
 
 def _consolidated(rows: str, forms: FormSet, shared: tuple[str, ...]) -> str:
-    """Equal rows become one with the sum of their weights; zeros go."""
+    """Spark SQL that merges equal rows, adds up their weights and drops rows with weight 0."""
     names = [*shared, *_names(forms)]
     group = f" GROUP BY {', '.join(names)}" if names else ""
     return f"SELECT {', '.join([*names, 'sum(w) AS w'])} FROM ({rows}){group} HAVING sum(w) <> 0"
@@ -224,7 +224,7 @@ class _SparkCompiler:
             if column.id not in keys:
                 values[name] = call_sql(plan, calls[column.id], column, form)
             else:
-                # Of equal values that print differently, the same one whenever the group is computed.
+                # Of equal values that print differently, choose the same one every time the group is computed.
                 values[name] = name if name == form_name(column, "key") else f"min({name})"
         parts = [f"{value} AS {name}" for name, value in sorted(values.items())]
         grouped = [*self.shared, *(form_name(key, "key") for key in plan.keys)]
@@ -235,7 +235,7 @@ class _SparkCompiler:
                 for column, form in needed
             )
             rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
-        # A call makes one row of a group without keys, also where nothing above reads any of its calls.
+        # Without keys, an aggregate function ensures that there is one row, even if nothing above reads any call.
         weight = "CAST(1 AS BIGINT)" if grouped else "CAST(1 + 0 * count(*) AS BIGINT)"
         items = ", ".join([*self.shared, *parts, f"{weight} AS w"])
         return f"SELECT {items} FROM ({_consolidated(rows, needed, self.shared)}){group}"
@@ -245,7 +245,7 @@ class _SparkCompiler:
 
 
 def _marks(value: str, mark: Column, wanted: FormSet) -> list[str]:
-    """The boolean in every form that is asked for."""
+    """The mark in every requested form."""
     items = []
     for column, form in wanted:
         if column.id == mark.id:
@@ -254,7 +254,7 @@ def _marks(value: str, mark: Column, wanted: FormSet) -> list[str]:
 
 
 def spark_type(type_: PgType, form: Form) -> str:
-    """Spark's type for a form in flight."""
+    """The Spark type of a form in flight."""
     if form != "native":
         return "STRING"
     if type_.oid == BOOL:

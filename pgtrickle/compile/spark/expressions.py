@@ -1,7 +1,7 @@
-"""Expressions that may run on Spark: a short list whose meaning is the same there as in PostgreSQL.
+"""Expressions that may run on Spark: a short list of those that mean the same there as in PostgreSQL.
 
-Comparison of integers, decimals, dates and timestamps by their native form; equality of anything with a key; boolean logic,
-NULL tests and literals. Everything else is PostgreSQL's.
+These are comparisons of integers, decimals, dates and timestamps by their native form, equality of all types with a
+key, boolean logic, NULL tests and literals. PostgreSQL evaluates everything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pgtrickle.query.types import BOOL, Form
 
 
 class NotOnSpark(Exception):
-    """The expression, or the node that holds it, is PostgreSQL's; the message says why."""
+    """PostgreSQL must evaluate an expression, or the node that contains it; the message says why."""
 
 
 _COMPARISONS: dict[type[exp.Expression], str] = {
@@ -42,15 +42,15 @@ _PARTS: dict[type[exp.Expression], set[str]] = {
 
 @dataclass
 class SparkExpressions:
-    """Translates conditions over the given columns and remembers which forms of them it needs."""
+    """Translates conditions over the given columns and records which of their forms are needed."""
 
     columns: Mapping[str, Column]
     needed: set[tuple[Column, Form]] = field(default_factory=set)
 
     def condition(self, node: exp.Expression) -> str:
-        """A boolean expression in Spark's SQL."""
+        """Spark SQL for a boolean expression."""
         node = unwrap(node)
-        # A part that is overlooked (NOT of IS NOT NULL, SYMMETRIC of BETWEEN) would be a wrong row.
+        # Ignoring a part (the NOT of IS NOT NULL, the SYMMETRIC of BETWEEN) would produce wrong rows.
         known = _PARTS.get(type(node), {"this", "expression"})
         if any(value and name not in known for name, value in node.args.items()):
             raise NotOnSpark(f"{node.sql(dialect='postgres')} is evaluated by PostgreSQL only")
@@ -115,11 +115,11 @@ class SparkExpressions:
         raise NotOnSpark(f"{node.sql(dialect='postgres')} is evaluated by PostgreSQL only")
 
     def column(self, node: exp.Column) -> Column:
-        """The column that an expression names."""
+        """The column that a reference means."""
         return self.columns[node.name]
 
     def form(self, node: exp.Column, form: Form) -> str:
-        """The name of one of its forms, which is needed from now on."""
+        """The name of one of the column's forms, which is recorded as needed."""
         column = self.column(node)
         self.needed.add((column, form))
         return form_name(column, form)
