@@ -1,1 +1,1 @@
-"""Up to where a stream table has seen its sources."""
+"""Frontiers: how far a stream table has read its sources."""

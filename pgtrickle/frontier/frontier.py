@@ -1,4 +1,4 @@
-"""Frontiers: up to which snapshot a stream table has seen its sources."""
+"""Frontiers: the snapshots up to which a stream table has read its sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pgtrickle.frontier.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Reflected:
-    """What is reflected of another database: a snapshot of it, and what the cut left there to prove it."""
+    """How far a remote database has been read: its snapshot, and the proof that the refresh committed there."""
 
     node: str
     snapshot: Snapshot
@@ -27,14 +27,14 @@ class Reflected:
 
 @dataclass(frozen=True)
 class Frontier:
-    """What a stream table's contents reflect: a snapshot of one node, and the meaning of its query then."""
+    """What a stream table's contents reflect: a snapshot of one node, and the meaning of its query at that time."""
 
-    node: str  # system identifier and database: snapshots of another node are never compared
+    node: str  # system identifier and database: snapshots of different nodes are never compared
     snapshot: Snapshot
     meaning: str  # changes when a view or function that the query uses is replaced
-    databases: Mapping[str, Reflected] = field(default_factory=dict)  # others that it reads, by their names
-    shards: frozenset[int] = frozenset()  # tables of members of sets, by what stands for them
-    labels: Mapping[str, str] = field(default_factory=dict)  # of enums that the query uses, by their numbers
+    databases: Mapping[str, Reflected] = field(default_factory=dict)  # other databases that it reads, by name
+    shards: frozenset[int] = frozenset()  # tables of set members, by the OIDs of their stand-ins
+    labels: Mapping[str, str] = field(default_factory=dict)  # labels of the enums that the query uses, by OID
 
     @classmethod
     def from_json(cls, value: dict[str, Any] | None) -> Frontier | None:
@@ -60,11 +60,11 @@ class Frontier:
         return own | passed | others | shards | labels
 
     def renamed(self, now: Frontier) -> list[str]:
-        """Labels of enums that have other names now, or are gone."""
+        """The enum labels that have been renamed or removed since."""
         return [name for number, name in self.labels.items() if now.labels.get(number) != name]
 
     def snapshot_of(self, database: str) -> Snapshot | None:
-        """Up to which one of its databases is reflected; the empty name is its own."""
+        """The snapshot up to which a database has been read; the empty name is the stream table's own database."""
         if not database:
             return self.snapshot
         return self.databases[database].snapshot if database in self.databases else None

@@ -1,4 +1,4 @@
-"""Which changes lie between a frontier and the cut."""
+"""The condition for changes between a frontier and the cut."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pgtrickle.frontier.snapshot import Snapshot
 
 
 def since(frontier: Snapshot, column: str) -> sql.Composable:
-    """Changes that the frontier's snapshot did not see. The cut's own snapshot hides what is not yet committed.
+    """A condition for changes that the frontier's snapshot did not see. The cut's own snapshot hides uncommitted ones.
 
-    Not `NOT pg_visible_in_snapshot(…)`: behind a long transaction that would test every row again.
+    `NOT pg_visible_in_snapshot(…)` is not used: during a long transaction it would test every row again.
     """
     condition = sql.SQL("{} >= {}").format(sql.Identifier(column), sql.Literal(frontier.xmax))
     if frontier.in_progress:
