@@ -1,1 +1,1 @@
-"""Sessions with PostgreSQL: connections, transactions, COPY, and the fence around owners' code."""
+"""PostgreSQL sessions: connections, transactions, COPY, and the fence around owners' code."""

@@ -1,4 +1,4 @@
-"""Connections: opened in one way, whoever stands between us and the server."""
+"""Connections to PostgreSQL, opened in the same way with and without a pooler in between."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pgtrickle.catalog.trust import Trust, require_private_path, require_trusted
 
 _pooled: WeakSet[psycopg.Connection[Any]] = WeakSet()
 _of_citus: WeakSet[psycopg.Connection[Any]] = WeakSet()
-_trusting: WeakSet[psycopg.Connection[Any]] = WeakSet()  # whose search path has only what users cannot write to
-_limited: WeakKeyDictionary[psycopg.Connection[Any], str] = WeakKeyDictionary()  # with the command that did
-_trusts: WeakKeyDictionary[psycopg.Connection[Any], Trust] = WeakKeyDictionary()  # whose catalogs it may meet
+_trusting: WeakSet[psycopg.Connection[Any]] = WeakSet()  # their search path has only schemas that users cannot write to
+_limited: WeakKeyDictionary[psycopg.Connection[Any], str] = WeakKeyDictionary()  # value: the SET commands to repeat
+_trusts: WeakKeyDictionary[psycopg.Connection[Any], Trust] = WeakKeyDictionary()  # value: whose catalogs they may use
 
 TRUSTED_PATH = "SET search_path TO pg_catalog, pg_temp"
 
-KEEP_DDL_HERE = "SET citus.enable_ddl_propagation TO off"  # what we create on a node is that node's
+KEEP_DDL_HERE = "SET citus.enable_ddl_propagation TO off"  # what pgtrickle creates on a node stays on that node
 
 
 def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
-    """A connection in autocommit. Behind a pooler it keeps nothing on the server that outlives a transaction.
+    """Open a connection in autocommit mode. Behind a pooler it keeps nothing on the server that outlives a transaction.
 
-    A pooler is known by another process that answers than the one that greeted us.
+    There is a pooler if the process that answers is not the one that was announced when the connection was opened.
     """
     conn = psycopg.connect(conninfo, autocommit=True, **parameters)
     row = conn.execute(
@@ -43,10 +43,10 @@ def connect(conninfo: str, **parameters: Any) -> psycopg.Connection[Any]:
 
 
 def connect_with_rights(conninfo: str, trust: Trust | None, **parameters: Any) -> psycopg.Connection[Any]:
-    """A connection of a login that others must not lead to run their code.
+    """Open a connection for a privileged login, which others must not be able to make run their code.
 
-    Names without a schema are PostgreSQL's own, and the database's catalog, if it has one, belongs to a role that is trusted.
-    Without a `trust` the catalog is not looked at: the caller does not use it.
+    Names without a schema mean PostgreSQL's own objects, and the database's catalog, if it has one, must belong to a
+    trusted role. Without `trust` the catalog is not checked, because the caller does not use it.
     """
     conn = connect(conninfo, **parameters)
     try:
@@ -62,14 +62,14 @@ def connect_with_rights(conninfo: str, trust: Trust | None, **parameters: Any) -
 
 
 def be_pooled(conn: psycopg.Connection[Any]) -> None:
-    """From now on, keep nothing on the server that outlives a transaction."""
+    """Mark the connection as pooled: from now on, keep nothing on the server that outlives a transaction."""
     conn.prepare_threshold = None
     _pooled.add(conn)
 
 
 @contextmanager
 def pooled_for_now(conn: psycopg.Connection[Any]) -> Iterator[None]:
-    """What makes the connection a pooled one meanwhile does not outlive the block: others use it too."""
+    """If the block marks the connection as pooled, unmark it afterwards, because other code uses it too."""
     before = is_pooled(conn)
     try:
         yield
@@ -79,12 +79,12 @@ def pooled_for_now(conn: psycopg.Connection[Any]) -> Iterator[None]:
 
 
 def is_pooled(conn: psycopg.Connection[Any]) -> bool:
-    """Whether the connection must do without what a transaction-mode pooler takes away."""
+    """Whether the connection must not use session state, which a transaction-mode pooler does not keep."""
     return conn in _pooled
 
 
 def reset_session(conn: psycopg.Connection[Any]) -> None:
-    """Take back all settings that were made in the session; with a command, which no setting gives another meaning."""
+    """Undo all settings made in the session, by commands whose meaning no setting can change."""
     commands = ["RESET ALL"]
     commands += [KEEP_DDL_HERE] * (conn in _of_citus) + [TRUSTED_PATH] * (conn in _trusting)
     commands += [_limited[conn]] if conn in _limited else []
@@ -92,14 +92,14 @@ def reset_session(conn: psycopg.Connection[Any]) -> None:
 
 
 def trust_only_catalog(conn: psycopg.Connection[Any]) -> None:
-    """From now on, names without a schema are PostgreSQL's own. Behind a pooler every transaction says so itself."""
+    """Make names without a schema mean PostgreSQL's own objects. Behind a pooler, every transaction sets this."""
     if not is_pooled(conn):
         conn.execute(TRUSTED_PATH)
         _trusting.add(conn)
 
 
 def limit_waits(conn: psycopg.Connection[Any], lock_timeout: str, statement_timeout: str) -> None:
-    """From now on nobody waits longer here, unless a transaction says otherwise. Behind a pooler only transactions can."""
+    """Set timeouts for the connection; a transaction may set others. Behind a pooler only transactions set them."""
     if not is_pooled(conn):
         _limited[conn] = f"SET lock_timeout TO '{lock_timeout}'; SET statement_timeout TO '{statement_timeout}'"
         conn.execute(_limited[conn].encode())
@@ -107,7 +107,7 @@ def limit_waits(conn: psycopg.Connection[Any], lock_timeout: str, statement_time
 
 @contextmanager
 def trusting_only_catalog(conn: psycopg.Connection[Any]) -> Iterator[None]:
-    """The same for a while, on a connection whose search path is its user's."""
+    """Like `trust_only_catalog()`, but for the block only: for connections whose search path belongs to their user."""
     if is_pooled(conn) or conn in _trusting:
         yield
         return
@@ -125,7 +125,7 @@ def trusting_only_catalog(conn: psycopg.Connection[Any]) -> Iterator[None]:
 
 @contextmanager
 def idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
-    """The connection, or one like it where an interruption left it in the middle of a statement."""
+    """The connection if it is idle; a new one like it if an interruption left it in the middle of a statement."""
     if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
         yield conn
         return
@@ -137,7 +137,7 @@ def idle(conn: psycopg.Connection[Any]) -> Iterator[psycopg.Connection[Any]]:
 
 
 def another(conn: psycopg.Connection[Any]) -> psycopg.Connection[Any]:
-    """One more connection to the same database as the same role."""
+    """Open another connection to the same database as the same role."""
     password = conn.info.password or None
     if conn in _trusts:
         return connect_with_rights(conn.info.dsn, _trusts[conn], password=password)

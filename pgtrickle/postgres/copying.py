@@ -1,4 +1,4 @@
-"""What a COPY sends, as a file. psycopg's own object waits for every row by itself, which takes twice as long."""
+"""The output of COPY as a file. psycopg's own object waits for every single row, which takes twice as long."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pyarrow import csv
 from pgtrickle.errors import RefreshError
 from pgtrickle.postgres.formats import PARSE, conversion
 
-# Bytes of one read that the driver holds. What is larger goes to Spark's executors.
+# The most bytes of one read that the driver holds. Larger reads go to Spark's executors.
 MOST_BYTES = 512 << 20
 
 
 class ResultTooLargeError(RefreshError):
-    """A query gives more than the driver holds."""
+    """A query returns more than the driver can hold."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -33,7 +33,7 @@ class ResultTooLargeError(RefreshError):
 
 
 class CopyOut(io.RawIOBase):
-    """The rows of the COPY that the connection is in."""
+    """A file with the rows of the COPY that the connection is running."""
 
     def __init__(self, conn: psycopg.Connection[Any]) -> None:
         self._conn = conn
@@ -41,7 +41,7 @@ class CopyOut(io.RawIOBase):
         self._over = False
 
     def take(self, size: int | None = None) -> bytes:
-        """Whole rows of at least so many bytes, or all; less only where there are no more."""
+        """Return whole rows of at least `size` bytes, or all rows; less only if there are no more."""
         return b"" if self._over else self._conn.wait(self._take(size))
 
     def _take(self, size: int | None) -> PQGen[bytes]:
@@ -81,7 +81,10 @@ class CopyOut(io.RawIOBase):
 def copy_out(
     conn: psycopg.Connection[Any], statement: sql.Composable, schema: pa.Schema, most: int | None = None
 ) -> pa.Table:
-    """The rows of a query as an Arrow table of the given schema."""
+    """Return the rows of a query as an Arrow table with the given schema.
+
+    Raises ResultTooLargeError if they have `most` bytes or more.
+    """
     command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
     with conn.cursor() as cursor, cursor.copy(command):
         data = CopyOut(conn).take(most)

@@ -1,14 +1,15 @@
-"""Running an owner's code in the service's session.
+"""Run the code of a stream table's owner in the service's session.
 
-The code runs inside a SECURITY DEFINER function of the owner, so it has the owner's rights and cannot change its role. But it
-shares the session with statements of the service. What it could leave behind there (decision 019):
+The code runs inside a SECURITY DEFINER function of the owner, so it has the owner's rights and cannot change its role.
+But it shares the session with statements of the service. It could leave the following behind there (decision 019):
 
-- settings, temporary objects, cursors WITH HOLD: gone with a transaction that is rolled back, as those are that only read;
-  where rows are written, undone by `write_as_owner()` and `leave()`;
-- prepared statements, which no rollback takes away: the service sends no named ones over such a connection;
+- settings, temporary objects, cursors WITH HOLD: a transaction that only reads is rolled back, which removes them; if
+  rows are written, `write_as_owner()` and `leave()` undo them;
+- prepared statements, which no rollback removes: the service sends no named ones over such a connection;
 - deferred triggers and constraints, which would run at COMMIT with the session's rights: `leave()` refuses them.
 
-And it may not end: a function can trap the cancellation by statement_timeout and go on. `ended_after()` ends the session.
+The code may also never end: a function can trap the cancellation by statement_timeout and continue. `ended_after()`
+then ends the session.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ from pgtrickle.postgres.transactions import set_local
 log = logging.getLogger("pgtrickle.engine")
 
 READ_SECONDS = 660.0  # a minute more than the statement_timeout of a cut
-WRITE_SECONDS = 1860.0  # and than that of an apply
+WRITE_SECONDS = 1860.0  # a minute more than that of an apply
 
 WENT_ON = "its code went on after it was cancelled"
 _SUSPEND = "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = ANY (%s)"
 
 SEARCH_PATH = "SET LOCAL search_path TO pg_catalog, pg_temp"
-# What a transaction may have set for itself before an owner's code ran, and needs again afterwards.
+# Settings that a transaction may have made before an owner's code runs, and that it needs again afterwards.
 _LIMITS = ("search_path", "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout", "work_mem")
 
 
 def enter(conn: psycopg.Connection[Any]) -> None:
-    """Before an owner's code runs: no named prepared statement is sent over this connection any more."""
+    """Prepare for an owner's code: from now on, send no named prepared statements over this connection."""
     conn.prepare_threshold = None
 
 
 def limits(conn: psycopg.Connection[Any]) -> dict[str, str]:
-    """The limits of the transaction that is open; none where there is no transaction."""
+    """The limits set in the open transaction; empty if there is none."""
     if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE:
         return {}
     row = conn.execute("SELECT " + ", ".join(f"current_setting('{name}')" for name in _LIMITS)).fetchone()
@@ -54,8 +55,8 @@ def limits(conn: psycopg.Connection[Any]) -> dict[str, str]:
 
 @contextmanager
 def ended_after(conn: psycopg.Connection[Any], seconds: float, ids: Sequence[int]) -> Iterator[None]:
-    """End the session if an owner's code is still running then, and suspend the stream tables it ran for."""
-    if is_pooled(conn):  # the server's process is another one in every transaction
+    """If an owner's code still runs after these seconds, suspend the stream tables it runs for and end the session."""
+    if is_pooled(conn):  # every transaction may have another server process
         yield
         return
     timer = threading.Timer(seconds, _end, (conn, conn.info.backend_pid, list(ids)))
@@ -67,7 +68,7 @@ def ended_after(conn: psycopg.Connection[Any], seconds: float, ids: Sequence[int
         timer.cancel()
 
 
-# Timeouts of a session in which an owner's code runs. They are far away, unless that code has changed them.
+# Timeouts of a session in which an owner's code runs. They are too long to occur, unless that code has changed them.
 _TIMEOUTS = (
     psycopg.errors.IdleInTransactionSessionTimeout,
     psycopg.errors.IdleSessionTimeout,
@@ -78,11 +79,11 @@ _TIMEOUT_STATES = frozenset(error.sqlstate for error in _TIMEOUTS)
 
 @contextmanager
 def blamed_for_timeouts(conn: psycopg.Connection[Any], ids: Sequence[int]) -> Iterator[None]:
-    """Suspend the stream tables whose code ended the session; else they would end every refresh that they are part of."""
+    """Suspend stream tables whose code ended the session; otherwise they would end every refresh that includes them."""
     ended = False
 
     def listen(diagnostic: psycopg.errors.Diagnostic) -> None:
-        # The server's last words are a notice to libpq if they arrive between two statements: no error follows here.
+        # Between two statements, libpq treats the server's last message as a notice: no error follows here.
         nonlocal ended
         ended = ended or diagnostic.sqlstate in _TIMEOUT_STATES
 
@@ -100,20 +101,20 @@ def blamed_for_timeouts(conn: psycopg.Connection[Any], ids: Sequence[int]) -> It
 
 @contextmanager
 def read_as_owner(conn: psycopg.Connection[Any], ids: Sequence[int]) -> Iterator[None]:
-    """Reading for stream tables whose code may not end, or may end the session."""
+    """Guard reads for stream tables whose code may not end, or may end the session."""
     with blamed_for_timeouts(conn, ids), ended_after(conn, READ_SECONDS, ids):
         yield
 
 
 def _is_timeout(error: psycopg.Error) -> bool:
-    """The server's last words, as libpq quotes them when a connection is lost."""
+    """Whether the server's last message, which libpq quotes when a connection is lost, is about a timeout."""
     return any(
         word in str(error) for word in ("idle-in-transaction timeout", "transaction timeout", "idle-session timeout")
     )
 
 
 def suspend(conn: psycopg.Connection[Any], ids: Sequence[int], reason: str) -> None:
-    """Suspend stream tables over another connection: what runs on this one is over."""
+    """Suspend stream tables, over another connection because this one's transaction has failed."""
     try:
         with another(conn) as other:
             other.execute(_SUSPEND, (reason, list(ids)))
@@ -137,9 +138,9 @@ def write_as_owner(
     args: list[str] | None,
     settings: Mapping[str, str],
 ) -> list[int] | None:
-    """Have the owner's function run a statement, in the transaction that is open; afterwards its settings are these again.
+    """Run a statement through the owner's function in the open transaction, and restore the given settings afterwards.
 
-    The arguments have exactly the types of the function's parameters: no other function of that name fits better.
+    The arguments have exactly the types of the function's parameters, so no other function of that name fits better.
     """
     enter(conn)
     function = sql.Identifier("pgtrickle_views", f"write_{pgt_id}")
@@ -154,9 +155,10 @@ def write_as_owner(
 
 
 def leave(conn: psycopg.Connection[Any], settings: Mapping[str, str], *, ddl: bool = False) -> None:
-    """The last word in a transaction in which an owner's code wrote: what it left is gone, and nothing of it runs at COMMIT.
+    """Remove what an owner's code left behind in a transaction in which it wrote, so that none of it runs at COMMIT.
 
-    Where the transaction goes on, `settings` are what it had set before. `ddl`: a command of ours altered tables.
+    This is the last call before COMMIT. If an outer transaction continues, `settings` are what it had set before. `ddl`
+    says that a command of pgtrickle's own altered tables.
     """
     conn.execute("SELECT pgtrickle._check_commit(ddl => %s)", (ddl,))
     conn.execute("SELECT pg_catalog.pg_advisory_unlock_all()")

@@ -1,4 +1,4 @@
-"""Rows in flight: how Arrow reads what COPY prints, and the names of its types in Spark."""
+"""Formats of rows in flight: how Arrow reads the output of COPY, and what Spark calls its types."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TYPES = {"STRING": pa.string(), "BOOLEAN": pa.bool_(), "BIGINT": pa.int64()}
 
 
 def conversion(schema: pa.Schema) -> csv.ConvertOptions:
-    """An empty field is NULL, a quoted one never is."""
+    """Options for reading CSV: an empty field is NULL, a quoted one never is."""
     return csv.ConvertOptions(
         column_types=schema,
         null_values=[""],
@@ -24,7 +24,7 @@ def conversion(schema: pa.Schema) -> csv.ConvertOptions:
 
 
 def spark_types(schema: pa.Schema) -> list[tuple[str, str]]:
-    """Names and Spark's types."""
+    """Column names with their Spark types."""
     return [(field.name, _spark_type(field.type)) for field in schema]
 
 

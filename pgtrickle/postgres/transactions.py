@@ -1,4 +1,4 @@
-"""Transactions: their settings and timeouts, and a snapshot that others can read under."""
+"""Transactions: settings, timeouts, and snapshots that other connections can use."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import psycopg
 from psycopg import sql
 
 CUT_LOCK_TIMEOUT = "5s"
-# Where many wait for the locks of all, nobody waits long for one.
+# If many stream tables wait until all locks are taken, no single lock may hold them up for long.
 SHARED_LOCK_TIMEOUT = "250ms"
-HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole cluster wait
+HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole Citus cluster wait
 STATEMENT_TIMEOUT = "10min"
 
 
 def export(conn: psycopg.Connection[Any]) -> str:
-    """A name under which other connections can read what a cut reads, while it lasts."""
+    """Export the snapshot; return the name by which other connections can use it until the transaction ends."""
     row = conn.execute("SELECT pg_export_snapshot()").fetchone()
     assert row is not None
     return str(row[0])
 
 
 def set_local(conn: psycopg.Connection[Any], settings: Mapping[str, str]) -> None:
-    """Settings for the rest of the transaction."""
+    """Make settings for the rest of the transaction."""
     if settings:
         calls = sql.SQL(", ").join(
             sql.SQL("set_config({}, {}, true)").format(sql.Literal(name), sql.Literal(value))
