@@ -1,1 +1,1 @@
-"""What pgtrickle keeps in a database: the SQL scripts, and their installation."""
+"""The catalog that pgtrickle keeps in a database: its SQL scripts and their installation."""

@@ -1,4 +1,4 @@
-"""PostgreSQL's analysis of a query: relations, columns, types. The planner asks; PostgreSQL decides."""
+"""PostgreSQL's analysis of a query: relations, columns and types. The planner never derives them itself."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from pgtrickle.query.plan import Column, Relation, RelationColumn
 from pgtrickle.query.types import PgType
 from pgtrickle.query.unsupported import Unsupported
 
-GONE = -1  # the number of a column that was dropped or retyped in its own database
+GONE = -1  # the attnum of a column that was dropped or retyped in its own database
 
 _QUERIES = files("pgtrickle.catalog") / "queries"
 
 
 @cache
 def load_query(name: str) -> sql.SQL:
-    """A query of ours, kept as SQL. Read once: a running service goes on with what it began with."""
+    """Load one of pgtrickle's SQL queries. It is read only once, so that a running service keeps the same text."""
     return sql.SQL((_QUERIES / f"{name}.sql").read_text())
 
 
 @dataclass
 class Analysis:
-    """Types and relations as the connected database has them. Types are asked for once."""
+    """Types and relations as the connected database has them. Each type is queried only once."""
 
     conn: psycopg.Connection[Any]
     create: Callable[[str], None] | None = None  # creates a view with the rights of the query's owner
-    collated: bool = False  # a column that is read, or an expression, has another collation than its type
-    own_operators: bool = False  # the query uses operators that are not PostgreSQL's own
+    collated: bool = False  # whether a column or expression has another collation than its type's default
+    own_operators: bool = False  # whether the query uses operators that are not PostgreSQL's own
     _types: dict[tuple[int, int], PgType] = field(default_factory=dict)
     _casts: dict[tuple[str, str], tuple[str | None, str | None]] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Analysis:
         return [self._types[key] for key in wanted]
 
     def relations(self, view: int) -> dict[tuple[str, str], Relation]:
-        """Everything the view reads, by schema and name; the view itself included."""
+        """All relations that the view reads, by schema and name, including the view itself."""
         with self.conn.cursor(row_factory=dict_row) as cursor:
             rows = cursor.execute(load_query("relations"), {"view": view}).fetchall()
             buffers = {
@@ -110,7 +110,7 @@ class Analysis:
         return result
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
-        """The types PostgreSQL gives to expressions over columns of known types."""
+        """The types that PostgreSQL gives to expressions over columns of known types."""
         if not expressions:
             return []
         nulls = ", ".join(f"{column.type.cast('NULL')} AS {column.id}" for column in columns)
@@ -124,7 +124,7 @@ class Analysis:
         return self._describe(" UNION ALL ".join(f"SELECT {items}" for items in selects) + " LIMIT 0")
 
     def casts_for_equality(self, left: PgType, right: PgType) -> tuple[str | None, str | None]:
-        """The types that PostgreSQL casts two values to before it compares them by `=`; None for one that it takes as it is."""
+        """The types to which PostgreSQL casts two values before it compares them by `=`; None if there is no cast."""
         if self.own_operators:
             raise Unsupported(
                 "the query compares by operators that are not PostgreSQL's own, and its text does not show which of them"
@@ -145,7 +145,7 @@ class Analysis:
 
     @contextmanager
     def _view(self, text: str) -> Iterator[str]:
-        """A view of a query, which is gone afterwards; its name."""
+        """Create a view of a query for the duration of the block; yields its name."""
         with self.conn.transaction(force_rollback=True):
             statement = f"CREATE TEMP VIEW pgt_types AS {text}"
             if self.create is not None:
@@ -155,13 +155,13 @@ class Analysis:
             yield "pg_temp.pgt_types"
 
     def _describe(self, text: str) -> list[PgType]:
-        """The types of a query's columns. It is analysed and not planned: planning evaluates immutable functions."""
+        """The types of a query's columns. The query is only analysed: planning would evaluate immutable functions."""
         if self.create is None and not self.collated:
             return self._describe_statement(text)
         try:
             with self._view(text) as view:
                 found = self.conn.execute(load_query("view_columns"), (view,)).fetchall()
-        except psycopg.errors.InvalidTableDefinition:  # a column of a row type without a name
+        except psycopg.errors.InvalidTableDefinition:  # a column of an anonymous row type
             if self.create is not None:
                 raise
             return self._describe_statement(text)
@@ -184,7 +184,7 @@ class Analysis:
 
 
 def _casts_in(definition: str) -> tuple[str | None, str | None]:
-    """The casts around the two sides of the comparison that a view selects."""
+    """The casts on the two sides of the comparison that a view selects."""
     comparison = unwrap(parse(definition).expressions[0].unalias())
     if not isinstance(comparison, exp.EQ):
         raise Unsupported("how two types are compared cannot be told", comparison)
@@ -194,7 +194,7 @@ def _casts_in(definition: str) -> tuple[str | None, str | None]:
 
 
 def _remote(stand_in: Relation, known: dict[str, Any]) -> Relation:
-    """The table of another database that an empty one here stands for."""
+    """The table of another database that an empty table in this one represents."""
     there = {item["name"]: item for item in known["columns"]}
     gone: dict[str, Any] = {"attnum": GONE, "generated": None}
     fields = tuple(
@@ -203,7 +203,7 @@ def _remote(stand_in: Relation, known: dict[str, Any]) -> Relation:
         for column in [there.get(field_.name, gone)]
     )
     key = stand_in.key
-    if known.get("resolved"):  # PostgreSQL takes a foreign table's constraints on trust, and it has no key
+    if known.get("resolved"):  # PostgreSQL does not verify constraints of a foreign table, and it has no key
         fields = tuple(replace(one, not_null=there.get(one.name, {}).get("not_null", False)) for one in fields)
         key = tuple(known["key"] or ()) if {one.name for one in fields}.issuperset(known["key"] or ()) else ()
     return replace(
@@ -219,10 +219,10 @@ def _remote(stand_in: Relation, known: dict[str, Any]) -> Relation:
 
 
 def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
-    """The table of one member of a set, of which all have one."""
+    """The table of one member of a set; every member has one."""
     if shard["spread"] and not shard["database"]:
         return replace(stand_in, spread=True)
-    if shard["spread"]:  # its columns have the numbers that they have here, on all nodes
+    if shard["spread"]:  # its columns have the same attnums on all nodes as here
         return replace(
             stand_in,
             oid=shard["member_relid"],
@@ -238,6 +238,6 @@ def _member(stand_in: Relation, shard: dict[str, Any]) -> Relation:
 
 
 def aggregate_names(conn: psycopg.Connection[Any]) -> frozenset[str]:
-    """The names of all aggregate functions the database knows."""
+    """The names of all aggregate functions in the database."""
     rows = conn.execute("SELECT DISTINCT proname FROM pg_proc WHERE prokind = 'a'").fetchall()
     return frozenset(row[0] for row in rows)

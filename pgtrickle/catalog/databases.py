@@ -1,4 +1,4 @@
-"""The registry of other databases whose tables queries may name. Secrets are never stored, only where to find them."""
+"""The registry of other databases whose tables queries may name. It stores where secrets are, but no secrets."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pgtrickle.catalog.gate import require_administrator
 from pgtrickle.errors import ConnectionFailedError
 
 SECRETS = ("password", "sslpassword")
-# Files of the machine, and the address that gets what a password file has for another host.
+# Options for files on this machine, and hostaddr: it can receive a password that a password file has for another host.
 FILE_OPTIONS = ("service", "passfile", "sslcert", "sslkey", "hostaddr")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-# A server that vanished is noticed within half a minute, not after the kernel's two hours.
+# A server that does not answer any more is detected within half a minute, not after the kernel's two hours.
 _LIMITS = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
 
 
 @dataclass(frozen=True)
 class RegisteredDatabase:
-    """A database that queries may name, as the catalog has it."""
+    """A database that queries may name, as stored in the catalog."""
 
     name: str
     dsn: str
     node: str | None
     roles: list[str]
-    tables: list[str]  # that are known here
+    tables: list[str]  # those that this database knows
 
 
 def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
@@ -46,15 +46,15 @@ def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
 
 @dataclass(frozen=True)
 class DatabaseSet:
-    """A set of registered databases, as the catalog has it."""
+    """A set of registered databases, as stored in the catalog."""
 
     name: str
     pattern: str | None
     server: str | None
     members: list[str]
     roles: list[str]
-    tables: list[str]  # that stand for one of every member
-    problem: str | None  # why a database could not join it
+    tables: list[str]  # those that represent one table of every member
+    problem: str | None  # why a database could not join the set
 
 
 def registered_sets(conn: psycopg.Connection[Any]) -> list[DatabaseSet]:
@@ -75,7 +75,7 @@ def register_set(
     server: str | None,
     roles: Sequence[str],
 ) -> None:
-    """Write a set of databases down, or change which are its members."""
+    """Store a set of databases, or change its members."""
     require_administrator(conn, "register sets of databases")
     conn.execute(
         "SELECT pgtrickle._register_set(%s, %s, %s, %s, %s)", (name, pattern, list(members), server, list(roles))
@@ -83,7 +83,7 @@ def register_set(
 
 
 def register(conn: psycopg.Connection[Any], name: str, dsn: str, node: str | None, roles: Sequence[str]) -> None:
-    """Write a database down, or change how it is reached."""
+    """Store a database, or change how to connect to it."""
     require_administrator(conn, "register databases")
     conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, %s)", (name, dsn, node, list(roles)))
 
@@ -94,11 +94,11 @@ def remove(conn: psycopg.Connection[Any], name: str) -> None:
 
 
 def storable(dsn: str) -> str:
-    """The DSN as it may be written down: with no secret in it."""
+    """The DSN in a form that may be stored; raises an error if it contains a secret."""
     try:
         known = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
-        # libpq's message repeats the text, and with it a password.
+        # libpq's message repeats the text, which may contain a password.
         raise ConnectionFailedError(
             "the DSN is not one that PostgreSQL understands", "Such as postgresql://user@host/database."
         ) from None
@@ -115,16 +115,17 @@ def storable(dsn: str) -> str:
 
 @dataclass(frozen=True)
 class DsnPolicy:
-    """What the DSN of a registered database may take from a machine that has secrets of others, too.
+    """What the DSN of a registered database may use from a machine that also has secrets of others.
 
-    An administrator of one database writes the DSN, and chooses the host that gets the secret. PGPASSWORD is not for them.
+    An administrator of one database writes the DSN, and thereby chooses the host that receives the secret. Such a DSN
+    never uses PGPASSWORD.
     """
 
-    variables: tuple[str, ...] = ("PGTRICKLE_*",)  # patterns of names in the environment
-    options: tuple[str, ...] = ()  # of FILE_OPTIONS
+    variables: tuple[str, ...] = ("PGTRICKLE_*",)  # patterns for names of environment variables
+    options: tuple[str, ...] = ()  # those of FILE_OPTIONS that are allowed
 
     def apply(self, name: str, known: dict[str, Any]) -> None:
-        """An error if a DSN takes something else."""
+        """Raise an error if a DSN uses anything else, and keep PGPASSWORD from it."""
         for option in FILE_OPTIONS:
             if option in known and option not in self.options:
                 raise ConnectionFailedError(
@@ -143,7 +144,7 @@ class DsnPolicy:
 
 
 def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ, policy: DsnPolicy | None = None) -> str:
-    """The DSN to connect with: its secrets filled in from the environment."""
+    """The DSN to connect with: secrets are filled in from the environment."""
     known: dict[str, Any] = conninfo_to_dict(dsn)
     if policy is not None:
         policy.apply(name, known)
@@ -161,5 +162,5 @@ def reachable(name: str, dsn: str, environ: Mapping[str, str] = os.environ, poli
 
 
 def is_node(database: str) -> bool:
-    """Whether a database is a node of the Citus cluster, under the name that pgtrickle gives it."""
+    """Whether a name is one that pgtrickle gives to a node of the Citus cluster."""
     return database.startswith("@")

@@ -32,17 +32,18 @@ OLDEST_SERVER = 15
 
 LOCK_SECONDS = 30
 LOCK_TIMEOUT = f"{LOCK_SECONDS}s"
-DEADLOCKS = 5  # attempts: the catalog is locked in order, but a service also holds tables whose triggers are replaced
+DEADLOCKS = 5  # retries: the catalog is locked in order, but a service also holds tables whose triggers are replaced
 
-# Any constant does, as long as every release takes the same one.
+# An arbitrary constant, but the same one in every release.
 _INSTALL_LOCK = 7_165_342_811
 
 
 def install(conn: Connection, *, service_role: str | None = None, target: int | None = None) -> int:
-    """Create the catalog, or bring an older one up to date, and return its version.
+    """Create the catalog, or upgrade an older one, and return its version.
 
-    `service_role` is the login of the service: it may write the catalog and read the change buffers. It stays what it
-    was if not given, and is at first the installing role. `target` stops at an earlier version, for tests of upgrades.
+    `service_role` is the login of the service: it may write the catalog and read the change buffers. Without it, the
+    previous one is kept; the first default is the installing role. `target` stops at an earlier version, for tests of
+    upgrades.
     """
     _check_server(conn)
 
@@ -56,7 +57,7 @@ def install(conn: Connection, *, service_role: str | None = None, target: int | 
 
 
 def upgrade(conn: Connection) -> int:
-    """Bring the catalog up to this release's version and return it."""
+    """Upgrade the catalog to this release's version and return that."""
     _check_server(conn)
 
     def run() -> int:
@@ -68,9 +69,9 @@ def upgrade(conn: Connection) -> int:
 
 
 def uninstall(conn: Connection, *, drop_tables: bool = False) -> list[str]:
-    """Remove everything that pgtrickle created; stream tables stay as plain tables unless `drop_tables`.
+    """Remove everything that pgtrickle created; stream tables stay as plain tables unless `drop_tables` is set.
 
-    Returned are the statements that remain to be run, each by the owner of the table it names.
+    Returns the statements that remain to be run, each by the owner of the table it names.
     """
     return _despite_deadlocks(conn, lambda: _uninstall(conn, drop_tables))
 
@@ -93,7 +94,7 @@ def _uninstall(conn: Connection, drop_tables: bool) -> list[str]:
             " ON c.oid = f.relid"
             " JOIN pg_namespace n ON n.oid = c.relnamespace",
         )
-        # The triggers on other roles' tables go with the functions they call, whoever owns the tables.
+        # Dropping a function also drops the triggers that call it, even on tables of other roles.
         ours = sql.SQL(", ").join(sql.Identifier(name) for name in SCHEMAS)
         conn.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(ours))
         for schema, name in stand_ins:
@@ -111,7 +112,7 @@ def _uninstall(conn: Connection, drop_tables: bool) -> list[str]:
 
 
 def installed_version(conn: Connection) -> int | None:
-    """The version of the catalog in this database; None if there is none."""
+    """The version of the catalog in this database; None if there is no catalog."""
     if _value(conn, "SELECT pg_catalog.to_regclass('pgtrickle.pgt_schema_version') IS NULL"):
         return None
     version: int | None = _value(conn, "SELECT pg_catalog.max(version) FROM pgtrickle.pgt_schema_version")
@@ -119,12 +120,12 @@ def installed_version(conn: Connection) -> int | None:
 
 
 def latest_version() -> int:
-    """The version of the catalog that this release works with."""
+    """The catalog version that this release works with."""
     return max(number for number, _ in _migrations())
 
 
 def require_installed(conn: Connection) -> int:
-    """The installed version, or an error that says how to install."""
+    """The installed version; raises an error that says how to install if there is none."""
     version = installed_version(conn)
     if version is None:
         raise NotInstalledError(f"Database {_database(conn)} has no pgtrickle catalog", "Run `pgtrickle install`.")
@@ -145,12 +146,12 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
             conn.execute("INSERT INTO pgtrickle.pgt_schema_version (version) VALUES (%s)", [number])
             version = number
     if version == latest:
-        # Bodies may name functions of later files.
+        # Function bodies may refer to functions of later files.
         _set_local(conn, "check_function_bodies", "off")
         former = set(conn.execute(_FUNCTIONS).fetchall())
         for script in _scripts("functions"):
             if script.name == "90_grants.sql":
-                # What none of the scripts has touched is not of this release.
+                # A function that none of the scripts has replaced does not belong to this release.
                 for function, _ in former.intersection(conn.execute(_FUNCTIONS).fetchall()):
                     conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(function)))
             _replace_functions(conn, script)
@@ -166,16 +167,16 @@ WHERE p.pronamespace = 'pgtrickle'::regnamespace AND p.prokind <> 'a'
 
 
 def _replace_functions(conn: Connection, script: Traversable) -> None:
-    """Create functions or replace them. One whose result or parameters have changed is dropped first.
+    """Create or replace functions. One whose result type or parameters have changed is dropped first.
 
-    The others stay what they are to sessions that are calling them.
+    All others are replaced in place, so that sessions can go on calling them.
     """
     while True:
         try:
             with conn.transaction():
                 _run(conn, script)
         except psycopg.errors.InvalidFunctionDefinition as error:
-            # The hint names it in every language: "Use DROP FUNCTION pgtrickle.f(text) first."
+            # The hint contains the function in every language: "Use DROP FUNCTION pgtrickle.f(text) first."
             named = re.search(r"DROP \w+ (pgtrickle\..+\))", error.diag.message_hint or "")
             if named is None:
                 raise
@@ -198,7 +199,7 @@ def _set_service_role(conn: Connection, service_role: str | None) -> None:
 
 
 def _create_schemas(conn: Connection) -> None:
-    # Citus brings a schema to a new node, with the functions that triggers call.
+    # Citus creates the schema on a new node, with the functions that triggers call.
     brought = _value(
         conn,
         "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus') AND to_regnamespace('pgtrickle') IS NULL"
@@ -232,9 +233,10 @@ def _check_extension(conn: Connection) -> None:
 
 
 def require_owner(conn: Connection) -> None:
-    """Nothing if there is no catalog, or one of exactly this role.
+    """Raise an error unless there is no catalog, or the current role itself owns it.
 
-    What another role creates would be the other one's, and what another one created may be a trap.
+    Objects that another role creates in it would belong to that role, and a catalog that another role created may be a
+    trap.
     """
     owners = dict(
         _rows(
@@ -265,7 +267,7 @@ def _refuse_schemas(conn: Connection, taken: list[str]) -> None:
 
 
 def _refuse_dependents(conn: Connection) -> None:
-    """DROP … CASCADE would silently take the users' own views along."""
+    """Raise an error if views of users depend on the catalog: DROP … CASCADE would silently drop them."""
     dependents = _rows(
         conn,
         "SELECT DISTINCT r.ev_class::regclass::text FROM pg_depend d"
@@ -286,7 +288,7 @@ def _refuse_dependents(conn: Connection) -> None:
 
 @contextmanager
 def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
-    """A transaction that no other installation runs beside; an error of PostgreSQL's says what could not be done."""
+    """A transaction without concurrent installations; PostgreSQL's errors are re-raised with the action that failed."""
     database = conn.info.dbname
     try:
         with conn.transaction():
@@ -297,7 +299,7 @@ def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
             require_owner(conn)  # before anything in the schemas is read or called
             _come_one_after_the_other(conn)
             yield
-            # The caller's own transaction may go on after this.
+            # The caller's own transaction may continue after this.
             _set_local(conn, "search_path", former)
             _set_local(conn, "lock_timeout", waits)
     except psycopg.errors.InsufficientPrivilege as error:
@@ -313,7 +315,7 @@ def _one_transaction(conn: Connection, action: str) -> Iterator[None]:
 
 
 def _despite_deadlocks(conn: Connection, run: Callable[[], Result]) -> Result:
-    """Run a transaction again that a deadlock ended: a service at work takes its locks in another order."""
+    """Run a transaction, and retry it after deadlocks: a running service takes its locks in another order."""
     for _ in range(DEADLOCKS if conn.info.transaction_status == psycopg.pq.TransactionStatus.IDLE else 0):
         try:
             return run()
@@ -324,7 +326,10 @@ def _despite_deadlocks(conn: Connection, run: Callable[[], Result]) -> Result:
 
 
 def _come_one_after_the_other(conn: Connection) -> None:
-    """Wait for another installation. Anybody can hold an advisory lock, so nobody is waited for long: names collide then."""
+    """Wait for a concurrent installation, but not for long, because any role can hold an advisory lock.
+
+    If the wait times out, two first installations may run at once, and one of them fails because names collide.
+    """
     try:
         with conn.transaction():
             _set_local(conn, "lock_timeout", "5s")
@@ -340,8 +345,8 @@ def _come_one_after_the_other(conn: Connection) -> None:
 def _lock_catalog(conn: Connection) -> None:
     """Lock all views and tables of the catalog, or none.
 
-    Other commands hold some of them and wait for others, in orders of their own. So this one never waits for long while it
-    holds one: it gives all back and begins again.
+    Other commands hold some of them while they wait for others, in other orders. Therefore this one never waits long
+    while it holds a lock: it releases all locks and starts again.
     """
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
@@ -357,7 +362,7 @@ def _lock_catalog(conn: Connection) -> None:
                     f"The catalog in database {_database(conn)} is in use: another transaction has not ended",
                     "Nothing was changed. End it, or `pgtrickle drain` the database, and run it again.",
                 ) from error
-            time.sleep(0.1)  # waiting in PostgreSQL's queue would hold up everybody behind us
+            time.sleep(0.1)  # waiting in PostgreSQL's lock queue would block all sessions behind this one
 
 
 def _set_local(conn: Connection, name: str, value: str) -> None:
@@ -378,7 +383,8 @@ def _scripts(folder: str) -> list[Traversable]:
 
 
 def _run(conn: Connection, script: Traversable) -> None:
-    # The scripts are part of the package, so their text is ours; without parameters several statements may be sent.
+    # The scripts are part of the package, so their text is trusted. Without parameters, a call can have several
+    # statements.
     conn.execute(script.read_text(encoding="utf-8"))
 
 

@@ -1,4 +1,4 @@
-"""What helps a stream table that lacks a part or a right: the remedies for what _ownership_problem() and its like find."""
+"""Remedies for missing parts and rights of stream tables, as reported by _ownership_problem() and similar functions."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def problem_remedy(name: str, problem: str) -> str:
 
 
 def lacking(name: str, problem: str) -> PrivilegeError:
-    """The error for a stream table that cannot be refreshed for want of a part or a right."""
+    """The error for a stream table that cannot be refreshed because a part or a right is missing."""
     return PrivilegeError(f"{name} cannot be refreshed: {problem}", problem_remedy(name, problem))

@@ -1,4 +1,4 @@
-"""Whose catalog it is: asked right after connecting, because what is in a catalog runs with the rights of who uses it."""
+"""Check who owns a catalog right after connecting: its code runs with the rights of the role that uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgtrickle.errors import UntrustedCatalogError
 
 SCHEMAS = ("pgtrickle", "pgtrickle_changes", "pgtrickle_views")
 
-# Behind a pooler the search path may be anybody's: every name has its schema, and every operator too.
+# Behind a pooler the search path may be any, so every name and every operator is schema-qualified.
 _OWNERS = """
 SELECT n.nspname, o.rolname,
        o.rolsuper OR o.oid OPERATOR(pg_catalog.=) me.oid OR pg_catalog.pg_has_role(o.oid, me.oid, 'MEMBER'),
@@ -32,14 +32,14 @@ AND n.nspname OPERATOR(pg_catalog.=) ANY (pg_catalog.current_schemas(true))
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose catalogs a login uses, besides its own and those of superusers and of members of the login's role."""
+    """Whose catalogs a login uses, besides its own and those of superusers and of members of its role."""
 
     owners: frozenset[str] = frozenset()
-    database_owner: bool = False  # somebody named this very database, and so trusts who owns it
+    database_owner: bool = False  # the user named this very database, and so trusts its owner
 
 
 def require_trusted(conn: psycopg.Connection[Any], trust: Trust) -> bool:
-    """Whether the database has a catalog; an error if that belongs to a role that is not trusted."""
+    """Whether the database has a catalog; raises an error if a role that is not trusted owns it."""
     rows = conn.cursor(row_factory=tuple_row).execute(_OWNERS, [list(SCHEMAS)], prepare=False).fetchall()
     if not any(schema == "pgtrickle" for schema, *_ in rows):
         return False
@@ -55,7 +55,10 @@ def require_trusted(conn: psycopg.Connection[Any], trust: Trust) -> bool:
 
 
 def require_private_path(conn: psycopg.Connection[Any]) -> None:
-    """An error if the search path has a schema that everybody may write to: for connections that cannot set it for good."""
+    """Raise an error if everybody may create objects in a schema of the search path.
+
+    For connections that cannot set the search path for the whole session.
+    """
     row = conn.cursor(row_factory=tuple_row).execute(_WRITABLE, prepare=False).fetchone()
     if row is not None:
         raise UntrustedCatalogError(
