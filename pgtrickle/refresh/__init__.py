@@ -1,1 +1,1 @@
-"""One refresh, in the order of its stages: claim, planning, cut, decide, fetch, compute, apply."""
+"""One refresh, with a folder per stage, in this order: claim, planning, cut, decide, fetch, compute, apply."""

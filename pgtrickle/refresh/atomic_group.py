@@ -1,4 +1,4 @@
-"""Several stream tables refreshed as one: readers see all of them before the refresh or all after it."""
+"""Refreshing several stream tables in one transaction: readers see all of them before the refresh or all after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pgtrickle.refresh.pipeline import Engine
 
 
-# Called with each stream table when all are written, in the transaction that commits them.
+# Called for each stream table once all are written, in the transaction that commits them.
 BeforeCommit = Callable[[Work], None]
 
 
@@ -31,14 +31,15 @@ class NotAtomicError(Exception):
 def refresh_atomically(
     engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str, before_commit: BeforeCommit | None = None
 ) -> Outcome | None:
-    """Refresh all levels in one transaction, at the same snapshot; one fails, all do.
+    """Refresh all levels in one transaction, at the same snapshot. If one stream table fails, all of them do.
 
-    A later level reads what an earlier one has just written, which nobody else sees yet. None where that cannot be: a
-    large refresh (other connections read for it), or sources that were altered. Then each level commits for itself.
+    A later level reads the uncommitted rows of an earlier one. Returns None if that is not possible this time, for
+    example for a large refresh (whose rows are read over other connections) or if sources were altered. The caller then
+    refreshes level by level, each with its own commits.
     """
     ids = [id_ for level in levels for id_ in level]
     if is_pooled(engine.conn):
-        return None  # whether partitions came or went is seen by a second connection only
+        return None  # it takes a second connection to see whether partitions were attached or detached
     works, taken = engine.claim(ids, all_or_none=True)
     if taken:
         return Outcome(taken=taken)
@@ -75,7 +76,7 @@ def _lost(conn: psycopg.Connection[Any]) -> bool:
 
 
 def _put_off(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence[int]) -> None:
-    """Who is healthy is put off as long as those that failed: it would only bring them along too early."""
+    """Postpone the healthy members until the failed ones are due; otherwise they would trigger a retry too early."""
     conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET next_due = greatest(next_due, (SELECT max(f.next_due)"
         " FROM pgtrickle.pgt_stream_tables f WHERE f.pgt_id = ANY (%(failed)s) AND f.status <> 'SUSPENDED'))"
@@ -91,7 +92,7 @@ def _apply_levels(
     initiated_by: str,
     before_commit: BeforeCommit | None,
 ) -> list[RefreshResult]:
-    """All levels of a group: cut, fetch, Spark and apply in one transaction."""
+    """Run cut, fetch, Spark and apply for all levels of a group in one transaction."""
     results: list[RefreshResult] = []
     engine.reading.compile_unknown(works)
     begin = time.monotonic()
@@ -113,7 +114,7 @@ def _apply_levels(
 def _apply_level(
     engine: Engine, works: Sequence[Work], cut: Cut, begin: float, initiated_by: str
 ) -> list[RefreshResult]:
-    """One level of a group, inside its transaction."""
+    """Refresh one level of a group inside the group's transaction."""
     try:
         outdated = engine.reading.read_at(cut, works, begin)
         _raise_first(works)
@@ -139,10 +140,11 @@ def _apply_level(
 
 
 def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> None:
-    """Before a group commits: it saw everything that it will count as seen, and its sources are what they were.
+    """Check before the commit that the frontier covers only changes that were read, and that no source was altered.
 
-    What this transaction wrote counts as seen. A user's trigger on a stream table may have written into a source,
-    and that has to come again. Partitions are looked for with another connection: this one's snapshot is old.
+    Everything that this transaction wrote counts as read. But a user's trigger on a stream table may have written to a
+    source, and that change must be read by a later refresh. Another connection looks for new partitions, because the
+    snapshot of this one is too old to show them.
     """
     row = engine.conn.execute(
         "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
@@ -154,14 +156,15 @@ def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> 
     if row != (0,):
         raise NotAtomicError("a trigger of the group writes into one of its sources")
     with another(engine.conn) as fresh:
-        if not all(work.row.own for work in works):  # triggers too that came after this transaction's snapshot
+        # This also finds triggers that are newer than the snapshot of the group's transaction.
+        if not all(work.row.own for work in works):
             fresh.execute("SELECT pgtrickle._check_commit(%s)", (engine.conn.info.backend_pid,))
         if engine.altered(fresh, works) or engine.remote.altered(works):
             raise NotAtomicError("partitions came or went")
 
 
 def _blame(works: Sequence[Work], error: Exception) -> None:
-    """An error that belongs to no stream table in particular counts for all of them."""
+    """Set an error that belongs to no stream table in particular on all of them."""
     if all(work.error is None for work in works):
         for work in works:
             work.error = error

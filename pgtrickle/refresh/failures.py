@@ -1,7 +1,7 @@
-"""What a failed refresh means: what kind of failure it is, whether it is tried again by itself, and after which pause.
+"""Classification of failed refreshes: the kind of a failure, whether it is retried automatically, and when.
 
-This is the only place that knows SQLSTATEs. The kind of a failure is stored with it; `_error_remedy()` in 64_history.sql says
-what helps.
+SQLSTATEs are interpreted here only. The kind is stored with the failure; `_error_remedy()` in 64_history.sql has a
+remedy for each kind.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from pgtrickle.errors import (
 
 
 class Kind(StrEnum):
-    """What sort of failure it was, as `diagnose_errors()` shows it."""
+    """The kind of a failure, as `diagnose_errors()` shows it."""
 
     LOCK = "lock"
     SERIALIZATION = "serialization"
     CONNECTION = "connection"
-    SOURCE = "source"  # it is being altered, or differs between databases
+    SOURCE = "source"  # a source is being altered, or differs between databases
     DISK = "disk"
     MEMORY = "memory"
     LIMIT = "limit"  # the refresh needs more than a setting allows
@@ -50,8 +50,8 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
-# Kinds that pass without a change to the stream table, with the longest pause between two attempts in seconds. They are
-# tried again for ever. All others count: after `max_consecutive_errors` the stream table is suspended.
+# Kinds that can go away without a change to the stream table, with the longest pause between two attempts in seconds.
+# They are retried indefinitely. All other kinds count: after `max_consecutive_errors` the stream table is suspended.
 RETRIED = {
     Kind.LOCK: 10.0,
     Kind.SERIALIZATION: 10.0,
@@ -60,12 +60,12 @@ RETRIED = {
     Kind.DISK: 300.0,
     Kind.MEMORY: 300.0,
 }
-# Retried kinds that need an operator to end: a caller waiting for the refresh gets the error at once.
+# Retried kinds that only an operator can end: a caller that waits for the refresh gets the error at once.
 _NEED_HELP = (Kind.DISK, Kind.MEMORY)
-_LONGEST_PAUSE = 60.0  # while failures count
-LONGEST_MESSAGE = 4_000  # of an error that is recorded: an owner's code can raise one of any length
+_LONGEST_PAUSE = 60.0  # seconds, for kinds that count
+LONGEST_MESSAGE = 4_000  # characters of a recorded error: an owner's code can raise messages of any length
 
-# By class of SQLSTATE; _STATES has the exceptions. tests/unit/test_failures.py looks that no class is missing.
+# By class of SQLSTATE; _STATES has the exceptions. tests/unit/test_failures.py checks that no class is missing.
 _CLASSES = {
     "02": Kind.OTHER,  # no data
     "03": Kind.OTHER,  # SQL statement not yet complete
@@ -112,9 +112,9 @@ _CLASSES = {
 }
 _STATES = {
     "25006": Kind.CONNECTION,  # read-only: the server is a standby now
-    "25P03": Kind.CONNECTION,  # idle in transaction for too long: this process stood still
+    "25P03": Kind.CONNECTION,  # idle in transaction for too long: this process hung
     "25P04": Kind.CANCELED,  # transaction_timeout
-    "40002": Kind.DATA,  # a constraint that is checked at the end
+    "40002": Kind.DATA,  # violation of a deferred constraint
     "40P01": Kind.LOCK,  # deadlock
     "42501": Kind.PRIVILEGE,
     "53000": Kind.MEMORY,
@@ -123,32 +123,32 @@ _STATES = {
     "53300": Kind.CONNECTION,  # too many connections
     "55006": Kind.LOCK,  # object in use
     "55P03": Kind.LOCK,
-    "57014": Kind.CANCELED,  # statement_timeout, or by somebody
+    "57014": Kind.CANCELED,  # statement_timeout, or canceled by a user
     "58030": Kind.DISK,  # I/O error
     "HV001": Kind.MEMORY,
     "HV00N": Kind.CONNECTION,
 }
-# How an error of psycopg shows in one of Spark's, whose executors use it too.
+# How a psycopg error appears in the text of a Spark error: the executors use psycopg too.
 _PSYCOPG_ERROR = re.compile(r"\bpsycopg\.(?:errors\.)?([A-Z]\w+)")
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How failures are treated. A person who refreshes sees them; a service must not repeat them for ever."""
+    """How failures are handled. A manual refresh shows them to the user; a service must not repeat them forever."""
 
-    most_errors: int | None = None  # after so many in a row that count the stream table is suspended
+    most_errors: int | None = None  # suspend the stream table after so many consecutive failures that count
     backoff: bool = True  # whether refreshes that take longer than their schedule stretch it
-    # A process that stands still in an apply would keep the stream table from those who take over.
+    # A process that hangs in an apply would block the stream table for the process that takes over.
     idle_in_apply: str = "0"
 
 
 def kind_of_state(sqlstate: str) -> Kind:
-    """The kind of an error of PostgreSQL's."""
+    """The kind of a PostgreSQL error, by its SQLSTATE."""
     return _STATES.get(sqlstate) or _CLASSES.get(sqlstate[:2], Kind.OTHER)
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of any error that ended a refresh."""
+    """The kind of an error that ended a refresh."""
     match error:
         case psycopg.Error(sqlstate=str() as state):
             return kind_of_state(state)
@@ -172,7 +172,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def _kind_in_text(text: str) -> Kind:
-    """The kind of an error of Spark's, which has but a text."""
+    """The kind of a Spark error, of which only the text is known."""
     for name in _PSYCOPG_ERROR.findall(text):
         known = getattr(psycopg.errors, name, None)
         if isinstance(known, type) and issubclass(known, psycopg.Error):
@@ -183,24 +183,24 @@ def _kind_in_text(text: str) -> Kind:
 
 
 def is_retried(kind: Kind) -> bool:
-    """Whether the same refresh may succeed later without a change to the stream table."""
+    """Whether the refresh may succeed later without a change to the stream table."""
     return kind in RETRIED
 
 
 def answers_requests(kind: Kind) -> bool:
-    """Whether those who wait for the refresh are told that it failed, instead of waiting on."""
+    """Whether requests that wait for the refresh fail with this error, instead of waiting for the next attempt."""
     return kind not in RETRIED or kind in _NEED_HELP
 
 
 def pause_after(errors: int, kind: Kind) -> float:
-    """Seconds until the next attempt: longer after each error in a row, and never the same for many at once."""
+    """Seconds until the next attempt: longer after each consecutive error, and randomized to spread many retries."""
     return min(RETRIED.get(kind, _LONGEST_PAUSE), 2.0 ** min(errors, 10)) * random.uniform(0.5, 1.0)
 
 
 def failure_of(failures: Mapping[str, Exception], asked: int) -> Exception:
-    """The one error that tells what became of `asked` stream tables, given what went wrong by name.
+    """One error for a call that was to refresh `asked` stream tables, of which those in `failures` failed, by name.
 
-    Who asked for one gets its error as it is.
+    A call for a single stream table gets that stream table's own error.
     """
     name, first = next(iter(failures.items()))
     if asked == 1:
@@ -209,7 +209,7 @@ def failure_of(failures: Mapping[str, Exception], asked: int) -> Exception:
         return first
     told = "; ".join(f"{name}: {_summary(error)}" for name, error in failures.items())
     message = f"{len(failures)} of {asked} stream tables could not be refreshed: {told}"
-    for kind in (RefreshConflictError, NotInTimeError):  # what callers tell apart: later it may succeed
+    for kind in (RefreshConflictError, NotInTimeError):  # callers tell these apart: a later attempt may succeed
         if isinstance(first, kind) and all(isinstance(error, kind) for error in failures.values()):
             return kind(message, first.hint)
     if len(failures) == 1 and isinstance(first, PgtrickleError):
@@ -219,7 +219,7 @@ def failure_of(failures: Mapping[str, Exception], asked: int) -> Exception:
 
 
 def locked(name: str, error: psycopg.Error) -> SourceLockedError:
-    """The error where a transaction of somebody else holds what a command on a stream table needs."""
+    """The error for a command on a stream table that needs a lock which another transaction holds."""
     message = error.diag.message_primary or str(error)
     if name.rpartition(".")[2] not in message:
         message = f"{name}: a table that it needs is locked by another transaction ({message})"

@@ -1,7 +1,7 @@
-"""Refreshing stream tables: claim, cut, fetch, Spark, apply.
+"""The refresh pipeline: claim, cut, fetch, Spark, apply.
 
-Everything that must be remembered is in the catalog. A process that dies between any two steps leaves the stream table as it
-was; the next refresh starts from the frontier that is stored with its rows.
+All state that must survive is in the catalog. A process that dies between two steps leaves the stream table unchanged;
+the next refresh starts from the frontier that is stored with the rows.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Engine:
     lease: Lease | BorrowedLease | None = None
     policy: Policy = field(default_factory=Policy)
     plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
-    connections: Connections = field(default_factory=Connections)  # to other databases; all engines may share them
-    helpers: HelperProcesses | None = None  # the same: processes that read many changes
-    statements: list[str] = field(default_factory=list)  # what the last refresh sent to the sources
+    connections: Connections = field(default_factory=Connections)  # to remote databases; all engines may share them
+    helpers: HelperProcesses | None = None  # processes that read many changes; all engines may share them
+    statements: list[str] = field(default_factory=list)  # that the last refresh sent to the sources
 
     def __post_init__(self) -> None:
         self.claims = Claims(self.conn, self.lease or Lease(self.conn))
@@ -89,9 +89,9 @@ class Engine:
     def refresh(
         self, ids: Sequence[int], initiated_by: str = "MANUAL", *, may_be_dropped: bool = False
     ) -> list[RefreshResult]:
-        """Bring the given stream tables up to date, sources before those that read them.
+        """Refresh the given stream tables, sources before their readers.
 
-        Refreshes whatever can be, and raises afterwards what went wrong.
+        Refreshes as many of them as possible, then raises the errors of the others.
         """
         names = self._names(ids)
         outcome = self.attempt(ids, initiated_by)
@@ -110,10 +110,11 @@ class Engine:
         atomic: bool = False,
         before_commit: Callable[[Work], None] | None = None,
     ) -> Outcome:
-        """Refresh what no other process has; one that fails does not stop the others, nor those that read it.
+        """Refresh the stream tables that no other process has claimed.
 
-        Atomic: readers see all of them before the refresh or all after it. What is to happen before the commit, in its
-        snapshot, does not where they cannot be refreshed in one transaction this time.
+        If one fails, the others are refreshed all the same, including those that read it. With `atomic`, all are
+        refreshed in one transaction if that is possible this time, so that readers see all of them before the refresh
+        or all after it. Only then is `before_commit` called, in that transaction and its snapshot.
         """
         self.statements.clear()
         with self.claims.lease.kept(), trusting_only_catalog(self.conn), pooled_for_now(self.conn):
@@ -135,7 +136,7 @@ class Engine:
             return outcome
 
     def _name_failures(self, outcome: Outcome) -> None:
-        """Add the names of what failed, and replace the error of what was dropped in the meantime."""
+        """Add the names of stream tables that failed, and replace the errors of those that were dropped meanwhile."""
         if not outcome.failures:
             return
         found = self._names(list(outcome.failures))
@@ -144,32 +145,32 @@ class Engine:
             outcome.failures[id_] = _dropped(outcome.names.get(id_, f"stream table {id_}"))
 
     def _names(self, ids: Sequence[int]) -> dict[int, str]:
-        """The names of stream tables, as they are written in SQL."""
+        """The names of stream tables, quoted as in SQL, by id."""
         query = "SELECT pgt_id, format('%%I.%%I', pgt_schema, pgt_name) FROM pgtrickle.pgt_stream_tables"
         return dict(self.conn.execute(f"{query} WHERE pgt_id = ANY (%s)", (list(ids),)).fetchall())
 
     def subscribe(self, pgt_id: int) -> None:
-        """Have the changes captured that a stream table reads in other databases."""
+        """Start capture of the changes that a stream table reads in remote databases."""
         work = Work(self.row(pgt_id), 0)
         self.remote.subscribe(work, {source.relid for source in self.remote.sources([work])})
         if work.error is not None:
             raise work.error
 
     def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
-        """Stream tables as the catalog has them."""
+        """The catalog rows of the given stream tables, or of all."""
         with trusting_only_catalog(self.conn), self.conn.cursor(row_factory=dict_row) as cursor:
             rows = cursor.execute(load_query("stream_tables"), {"ids": list(ids) if ids is not None else None})
             return [StreamTableRow(**row) for row in rows]
 
     def row(self, pgt_id: int, name: str | None = None) -> StreamTableRow:
-        """One stream table, by its id; the name is for the error where it was dropped meanwhile."""
+        """The catalog row of one stream table; `name` is for the error if it was dropped meanwhile."""
         rows = self.rows([pgt_id])
         if not rows:
             raise StreamTableNotFoundError(f"{name or f'stream table {pgt_id}'} was dropped by another transaction")
         return rows[0]
 
     def _levels(self, ids: Sequence[int]) -> list[list[int]]:
-        """The stream tables in groups that do not read each other, in order."""
+        """The stream tables by level: those of one level do not read each other, and sources come before readers."""
         edges = self.conn.execute(
             "SELECT d.pgt_id, u.pgt_id FROM pgtrickle.pgt_dependencies d"
             " JOIN pgtrickle.pgt_stream_tables u ON u.pgt_relid = coalesce(d.through, d.source_relid)"
@@ -184,7 +185,7 @@ class Engine:
         return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
 
     def _refresh_level(self, ids: Sequence[int], initiated_by: str, *, retry: bool) -> Outcome:
-        """Refresh stream tables that do not read each other: one cut, one Spark job, an apply for each."""
+        """Refresh stream tables that do not read each other, with one cut, one Spark job and an apply for each."""
         works: list[Work] = []
         outcome = Outcome()
         again: list[int] = []
@@ -230,12 +231,15 @@ class Engine:
         return outcome
 
     def _retrack(self, works: Sequence[Work]) -> list[int]:
-        """Fit the capture to sources that were altered, before the stream tables on them start over."""
+        """Make capture fit sources that were altered, before the stream tables on them are re-initialized.
+
+        Returns the ids of stream tables that must be read again after that.
+        """
         found = []
         for work in works:
             known = Frontier.from_json(work.row.frontier)
             stale = work.decision.retrack if work.decision is not None else ()
-            if known is None:  # what it has not read yet is captured as it should be, unless it is not captured at all
+            if known is None:  # nothing was read yet: capture is as it should be, unless it is missing
                 missing = {source.relid for source in work.sources if not source.attached or source.lacking}
                 stale = tuple(relid for relid in stale if relid in missing)
             remote = {source.relid for source in work.foreign if source.relid in stale}
@@ -249,7 +253,7 @@ class Engine:
                 message = error.diag.message_primary or str(error)
                 work.error = SourceLockedError(message, error.diag.message_hint or "A service tries again by itself.")
                 continue
-            except psycopg.Error as error:  # of one owner's table, which is nobody else's concern
+            except psycopg.Error as error:  # concerns this owner's stream table only
                 if self.conn.broken or self.conn.closed:
                     raise
                 work.error = error
@@ -259,13 +263,14 @@ class Engine:
                 for name in (source.stable_name for source in work.sources if not source.database):
                     self.conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
             if remote and work.decision is not None and work.decision.reason is not None:
-                self.mark_reinit(work.row.pgt_id, work.decision.reason)  # its new subscription remembers nothing
+                # The new subscription no longer shows the reason.
+                self.mark_reinit(work.row.pgt_id, work.decision.reason)
             self.programs.plans.forget(work.row.pgt_id)
             found.append(work.row.pgt_id)
         return found
 
     def _follow_placements(self, works: Sequence[Work]) -> list[Work]:
-        """The works, bound anew where Citus has placed their tables otherwise."""
+        """The works, bound again to their sources if Citus has changed the placement of these."""
         if not any(work.row.on_citus for work in works):
             return list(works)
         try:
@@ -297,7 +302,7 @@ class Engine:
         return list(works)
 
     def _note_for_nodes(self, works: Sequence[Work], error: Exception) -> None:
-        """What is wrong with a node concerns those that read distributed tables."""
+        """Set an error of a Citus node on the works that read distributed tables."""
         if self.conn.broken or self.conn.closed:
             raise error
         distributed = self.conn.execute(
@@ -310,7 +315,7 @@ class Engine:
                 work.error = error
 
     def _respread(self, work: Work) -> bool:
-        """Fit the capture of distributed tables to them, on all nodes."""
+        """Make the capture of the work's distributed tables fit them on all nodes; returns whether that succeeded."""
         try:
             for table in self.cluster.behind(work.row.pgt_id):
                 self.cluster.spread([table])
@@ -323,7 +328,7 @@ class Engine:
         return work.error is None
 
     def _lost_shards(self, works: Sequence[Work], *, retry: bool) -> list[int]:
-        """Stream tables that failed because shards have left while they were read: read again, once."""
+        """Stream tables that failed because shards were moved away while they were read, to be read again once."""
         failed = [work for work in works if work.error is not None and work.phases.delta is None]
         moved = [work for work in failed if self._moved(self.conn, work)]
         for work in moved:
@@ -333,7 +338,10 @@ class Engine:
 
     @staticmethod
     def _moved(conn: psycopg.Connection[Any], work: Work) -> bool:
-        """Whether shards of the coordinator are others than those it read. Its lock on their table does not stop that."""
+        """Whether the coordinator's shards are no longer those that were read.
+
+        The cut's lock on the distributed table does not prevent moves.
+        """
         if not work.shards or work.job is None:
             return False
         rows = conn.execute(
@@ -342,7 +350,10 @@ class Engine:
         return None in work.shards.values() or dict(rows) != work.shards
 
     def _altered_meanwhile(self, works: Sequence[Work], *, retry: bool) -> list[int]:
-        """Stream tables whose sources got or lost a partition while they were read: the cut's lock does not stop that."""
+        """Stream tables whose sources were altered while they were read, to be read again.
+
+        The cut's lock does not keep partitions, shards and capture triggers from being added or removed.
+        """
         found = [*self.altered(self.conn, works), *self.remote.altered(works)]
         if found and not retry:
             raise SourceChangedError(
@@ -353,7 +364,7 @@ class Engine:
 
     @classmethod
     def altered(cls, conn: psycopg.Connection[Any], works: Sequence[Work]) -> list[Work]:
-        """Those whose sources have other partitions, shards or capture triggers than when they were read."""
+        """The works whose sources have other partitions, shards or capture triggers than when they were read."""
         names = {
             source.relid: source.signature
             for work in works
@@ -373,7 +384,10 @@ class Engine:
     def give_up(
         self, works: Sequence[Work], cause: BaseException | None, initiated_by: str, ids: Sequence[int] = ()
     ) -> None:
-        """Return the claims and write down why. A lost connection leaves both to whoever comes next."""
+        """Release the claims and record the failures.
+
+        If the connection is lost, neither happens, and the next process takes over.
+        """
         if (not works and not ids) or self.conn.broken or self.conn.closed:
             return
         with idle(self.conn) as conn:
@@ -383,7 +397,7 @@ class Engine:
                     work.phases.delta.drop(conn)
                 try:
                     record_failure(conn, work, cause, initiated_by, self.policy)
-                except psycopg.errors.LockNotAvailable:  # held by its owner, say: the others are not kept waiting
+                except psycopg.errors.LockNotAvailable:  # held by its owner, for example; the others must not wait
                     log.warning("a failure cannot be recorded", extra={"stream_table": work.row.label})
                     continue
                 if work.row.problem is not None:
@@ -392,10 +406,10 @@ class Engine:
                         " WHERE pgt_id = %s",
                         (work.row.problem, work.row.pgt_id),
                     )
-            self.claims.release(conn, ids)  # also of an interruption while they were being claimed
+            self.claims.release(conn, ids)  # also those taken when an interruption came during the claim
 
     def check_parts(self, works: Sequence[Work]) -> None:
-        """Stream tables that lack a part or a right are suspended; nothing else can help them."""
+        """Set an error on works that lack a part or a right. `give_up()` suspends them, because a retry cannot help."""
         for work in works:
             if work.row.problem is None and work.row.outdated:
                 self._renew_functions(work)
@@ -403,7 +417,7 @@ class Engine:
                 work.error = lacking(work.row.label, work.row.problem)
 
     def _renew_functions(self, work: Work) -> None:
-        """Have the owner's functions, which an earlier version made, made again by the owner: through them."""
+        """Replace owner functions that an earlier version made. The old functions run the commands, as the owner."""
         id_ = work.row.pgt_id
         try:
             with self.conn.transaction():
@@ -418,7 +432,7 @@ class Engine:
             work.error = error
 
     def claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Work], list[str]]:
-        """Works for those that could be claimed, and the names of the others."""
+        """Works for the stream tables that could be claimed, and the names of the others."""
         tokens = self.claims.take(ids)
         rows = self.rows(ids)
         if any(row.pooler_compatibility_mode for row in rows):
@@ -460,7 +474,7 @@ class Engine:
 
     @staticmethod
     def _run(works: Sequence[Work]) -> list[pa.Table | None]:
-        """All jobs as one; where that fails, each alone, so that one stream table does not stop the others."""
+        """Run all jobs together; if that fails, run each alone, so that one stream table does not stop the others."""
         jobs = [Input(work.job, work.tables, work.parts) for work in works if work.job is not None]
         try:
             return run_jobs(jobs)
@@ -495,7 +509,7 @@ class Engine:
         )
 
     def finish(self, works: Sequence[Work]) -> None:
-        """After the applies: schedules that are too short, and changes that every stream table on their source has passed."""
+        """After the applies: stretch schedules that are too short, and purge changes that all readers have applied."""
         if works and self.policy.backoff:
             seconds = time.monotonic() - min(work.started for work in works)
             parameters = {"ids": [work.row.pgt_id for work in works], "seconds": seconds}
@@ -511,7 +525,7 @@ class Engine:
 
 
 def _with_search_path(work: Work) -> Exception | None:
-    """The error of a stream table; where a function of its query may have missed a name, it says under which path it ran."""
+    """The error of a work. If a function of its query may have missed a name, the error explains its search_path."""
     error = work.error
     if not isinstance(error, _UNDEFINED) or work.compiled is None or not work.compiled.own_code:
         return error

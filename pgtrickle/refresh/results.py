@@ -1,4 +1,4 @@
-"""Values that travel through a refresh."""
+"""Durations, results and outcomes of refreshes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pgtrickle.refresh.failures import failure_of
 
 @dataclass
 class Phases:
-    """Seconds per phase, and the delta between Spark and apply."""
+    """Seconds per phase, and the delta on its way from Spark to the apply."""
 
     cut: float = 0.0
     fetch: float = 0.0
@@ -27,7 +27,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class RefreshResult:
-    """What a refresh did."""
+    """What one refresh of a stream table did."""
 
     pgt_id: int
     name: str
@@ -45,16 +45,16 @@ class RefreshResult:
 
 @dataclass
 class Outcome:
-    """What became of several stream tables that were to be refreshed together."""
+    """The results and failures of a call for several stream tables."""
 
     results: list[RefreshResult] = field(default_factory=list)
     failures: dict[int, Exception] = field(default_factory=dict)
-    taken: list[str] = field(default_factory=list)  # names of those that another process is refreshing
-    names: dict[int, str] = field(default_factory=dict)  # of those that failed
+    taken: list[str] = field(default_factory=list)  # names of stream tables that another process has claimed
+    names: dict[int, str] = field(default_factory=dict)  # of stream tables that failed
 
     @property
     def problems(self) -> dict[str, Exception]:
-        """What kept each from being refreshed, by name."""
+        """Why stream tables were not refreshed: an error for each, by name."""
         taken = {
             name: RefreshConflictError(
                 f"{name} is being refreshed, altered or dropped by another process",
@@ -65,7 +65,7 @@ class Outcome:
         return taken | {self.names.get(id_, f"stream table {id_}"): error for id_, error in self.failures.items()}
 
     def raise_problems(self, asked: int) -> None:
-        """Raise what kept some of those that were asked for from being refreshed."""
+        """Raise one error if some of the `asked` stream tables were not refreshed."""
         if self.problems:
             raise failure_of(self.problems, asked)
 

@@ -1,4 +1,4 @@
-"""Cut and fetch: everything a refresh reads, in one snapshot."""
+"""Cut and fetch: reading everything that a refresh needs, in one snapshot per database."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from pgtrickle.sites.remote.databases import RemoteDatabases
 
 log = logging.getLogger("pgtrickle.engine")
 
-# Settings under which values are printed and read back; those of the stream table come on top.
+# Settings for printing values and reading them back; the stream table's own settings are added.
 TRANSPORT = {
     "extra_float_digits": "1",
     "bytea_output": "hex",
@@ -62,7 +62,7 @@ TRANSPORT = {
     "search_path": "pg_catalog, pg_temp",
 }
 
-# Bytes of tables' files from which rows pass by the driver: executors read and write them.
+# From this many bytes of table files on, rows bypass the driver: Spark's executors read and write them.
 LARGE_BYTES = 64 << 20
 
 PASSES = 4
@@ -70,24 +70,25 @@ PASSES = 4
 
 @dataclass
 class SnapshotReader:
-    """Reads for the stream tables of one database."""
+    """Reads the sources for refreshes of the stream tables of one database."""
 
     conn: psycopg.Connection[Any]
     programs: Programs
     remote: RemoteDatabases
     on_step: Callable[[str], None]
-    statements: list[str]  # what was sent to the sources
+    statements: list[str]  # that were sent to the sources
     large: int = LARGE_BYTES
-    helpers: HelperProcesses | None = None  # a service has one
-    _readers_of: Counter[int] = field(default_factory=Counter)  # changed sources, in this cut
+    helpers: HelperProcesses | None = None  # set in a service
+    _readers_of: Counter[int] = field(default_factory=Counter)  # readers per changed source in this cut
 
     def __post_init__(self) -> None:
         self.others = RemoteCuts(self.remote)
 
     def read(self, works: Sequence[Work]) -> None:
-        """Read everything the refresh needs. A plan that turns out to be for an earlier shape is compiled anew, once.
+        """Read everything the refresh needs, in at most PASSES cuts.
 
-        Once more where databases must be read that were left alone because they have no news.
+        A stream table is read again if its plan turns out to be compiled for an earlier shape of its sources, or if
+        databases must be read that were skipped because they had no news.
         """
         again = works
         for _ in range(PASSES):
@@ -98,7 +99,7 @@ class SnapshotReader:
             work.error = SourceChangedError(f"a source of {work.row.label} keeps being altered", "Refresh again later.")
 
     def _read_in_cut(self, works: Sequence[Work]) -> list[Work]:
-        """Take the cut and fetch in its snapshot; gives back the stream tables whose plan was not for their query."""
+        """Take the cut and fetch in its snapshot; return the works that must be read again."""
         if not works:
             return []
         self.compile_unknown(works)
@@ -112,24 +113,24 @@ class SnapshotReader:
 
     @contextmanager
     def cut(self, works: Sequence[Work], *, writes: bool = False) -> Iterator[Cut]:
-        """Cuts of all databases that these stream tables read; of their own last, for it waits for nobody."""
+        """Cut all databases that these stream tables read, their own last: it does not wait for any other."""
         with self.others.cut(works) as others:
             views = [f"q_{work.row.pgt_id}" for work in works if work.error is None]
-            hurried = self.others.barrier.is_up  # others wait for us
+            hurried = self.others.barrier.is_up  # transactions of the whole cluster wait
             spread = {table for work in works if work.error is None for table in work.row.spread_here}
             with take_cut(self.conn, views, spread, writes=writes, hurried=hurried) as cut:
                 self.others.barrier.lift()
                 yield replace(cut, others=others)
 
     def compile_unknown(self, works: Sequence[Work]) -> None:
-        """Make the plans that are not there yet."""
+        """Compile the queries of which no plan is cached."""
         begin = time.monotonic()
         unknown = [work for work in works if self.programs.known(work.row.pgt_id) is None]
         shapes = self._shapes(unknown) if unknown else {}
         for work in unknown:
             self._compile(work, _shape_of(work, shapes))
             if isinstance(work.error, SourceChangedError) and work.row.databases:
-                # What is missing may be there again by now.
+                # What was missing may have reappeared by now.
                 work.error, work.foreign = None, self.remote.sources([work])
                 self.remote.realign([work])
                 if work.error is None:
@@ -143,7 +144,7 @@ class SnapshotReader:
         self._attempt(work, partial(self.programs.compile_for, work.row, shape))
 
     def read_at(self, cut: Cut, works: Sequence[Work], begin: float) -> list[Work]:
-        """Fetch in the snapshot of a cut that was begun then; gives back those whose plan was not for their query."""
+        """Fetch in the snapshot of a cut that was begun at `begin`; return the works that must be read again."""
         for work in works:
             if work.error is None and f"q_{work.row.pgt_id}" in cut.locked:
                 work.error = cut.locked[f"q_{work.row.pgt_id}"] or SourceLockedError(
@@ -199,11 +200,11 @@ class SnapshotReader:
             work.phases.plan += (prepared - cut_done) / len(works)
             work.phases.cut = (cut_done - begin) / len(works)
         self.on_step("fetch")
-        # What rests must be read after all: again, with a cut of it.
+        # Databases that were skipped must be read after all, in another pass that cuts them too.
         return outdated + [w for w in works if w.error is None and w.needs_all and not w.reshaped]
 
     def _check_rights(self, works: Sequence[Work]) -> None:
-        """Whether owners may read what will be read for them, as the cut sees it: its locks keep policies as they are."""
+        """Check in the cut that owners may read their sources. The cut's locks keep policies as they are after that."""
         rows = self.conn.execute(load_query("rights"), ([work.row.pgt_id for work in works],)).fetchall()
         found = {pgt_id: (problem, hidden) for pgt_id, problem, hidden in rows}
         for work in works:
@@ -215,7 +216,7 @@ class SnapshotReader:
                 work.row = replace(work.row, hidden=hidden)
 
     def _attempt(self, work: Work, step: Callable[[], None]) -> None:
-        """A step that concerns one stream table only; the others go on without it."""
+        """Run a step of one stream table. If it fails, the others go on without that one."""
         try:
             step()
         except Exception as error:
@@ -226,7 +227,7 @@ class SnapshotReader:
             work.error = error
 
     def _shapes(self, works: Sequence[Work]) -> dict[int, tuple[str, str, dict[str, str]]]:
-        """Of each stream table: what its query means beyond its text, the shape that a plan is for, labels of enums."""
+        """For each stream table: the meaning of its query beyond the text, its shape, and the labels of its enums."""
         parameters = {"ids": [work.row.pgt_id for work in works], "views": [work.row.view_relid for work in works]}
         rows = self.conn.execute(load_query("meaning"), parameters).fetchall()
         return {row[0]: (row[1] or "", f"{row[1]}/{row[2]}/{row[3]}", row[3]) for row in rows}
@@ -236,7 +237,7 @@ class SnapshotReader:
         return changed_sources(cut, frontiers, cut.others, [source for work in works for source in work.foreign])
 
     def _prepare(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
-        """Decide what the refresh does, and announce what it will read."""
+        """Decide on the action of the refresh, and announce what it will read."""
         assert work.compiled is not None
         assert work.frontier is not None
         _check_key(work)
@@ -252,7 +253,7 @@ class SnapshotReader:
     def _announce(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
         row = work.row
         if any(source.database and not source.attached for source in work.sources):
-            return  # it is captured first, and read then
+            return  # capture must be set up before these can be read
         work.job = self._job(work)
         if work.job is None:
             return
@@ -268,7 +269,7 @@ class SnapshotReader:
         work.needs_all = not fetcher.databases <= fetcher.readers.keys()
 
     def _on_executors(self, work: Work, cut: Cut) -> Fetcher[Any]:
-        """Make it a large refresh."""
+        """Turn the work into a large refresh, and return its fetcher."""
         from pgtrickle.refresh.compute.large import LargeWork
 
         work.large = LargeWork(cut.conn, work.settings, self.statements)
@@ -293,7 +294,7 @@ class SnapshotReader:
         }
 
     def _take_brokered(self, works: Sequence[Work], cut: Cut) -> None:
-        """Changes that a broker has read are not read again."""
+        """Take the changes that brokers have read, and note what they do not offer yet."""
         for work in works if self.remote.brokers is not None else ():
             if work.fetcher is None or work.large is not None or (work.compiled is not None and work.compiled.own_code):
                 continue
@@ -310,7 +311,7 @@ class SnapshotReader:
                     work.lacking[database] = wanted
 
     def _let_helpers_read(self, works: Sequence[Work], cut: Cut, media: Mapping[Any, InMemory]) -> None:
-        """Many changes are read by a process of their own: here they would keep all other threads waiting."""
+        """Let helper processes read large numbers of changes; reading them here would block all other threads."""
         if self.helpers is None or not media or cut.writes or is_pooled(self.conn):
             return
         sources = [source for work in works for source in work.sources if source.changed and not source.database]
@@ -321,7 +322,7 @@ class SnapshotReader:
                 medium.helpers = HelperRead(self.helpers, exported, many)
 
     def _read_shared_scans(self, works: Sequence[Work], media: dict[Any, InMemory]) -> None:
-        """Read shared changes once. Where that fails, every stream table reads for itself and fails for itself."""
+        """Read shared changes once. If that fails, every stream table does its own reading, and fails on its own."""
         for medium in media.values():
             busy = [work for work in works if work.fetcher is not None and work.fetcher.medium is medium]
             if not busy:
@@ -335,14 +336,14 @@ class SnapshotReader:
                     raise
 
     def _ended_after(self, works: Sequence[Work]) -> AbstractContextManager[None]:
-        """Works of one owner, whose code may not end."""
+        """A time limit for code of the works' owner, which may not end by itself. All works have the same owner."""
         if all(work.row.own for work in works):
             return nullcontext()
         return fence.read_as_owner(self.conn, [work.row.pgt_id for work in works])
 
     @contextmanager
     def _blamed_on_executors(self, work: Work) -> Iterator[None]:
-        """Suspend a stream table whose code had to be ended by an executor."""
+        """Suspend the stream table if an executor had to terminate its code."""
         from pgtrickle.spark.executors import WENT_ON
 
         try:
@@ -374,7 +375,7 @@ class SnapshotReader:
         work.into_empty = work.job.stored is not None and work.tables[work.job.stored].num_rows == 0
 
     def _fetch_large(self, work: Work, cut: Cut) -> None:
-        """Its sources are small, but what the query makes of them is not."""
+        """Fetch with executors, because the query's result is large although its sources are small."""
         assert work.job is not None
         work.error = None
         work.fetcher = self._on_executors(work, cut)
@@ -386,7 +387,10 @@ class SnapshotReader:
         return work.decision is not None and work.decision.action == "DIFFERENTIAL" and work.row.refresh_mode == "AUTO"
 
     def _fetch_whole(self, work: Work, cut: Cut, media: dict[Any, InMemory]) -> None:
-        """An expression is evaluated for all changed rows, also those that the query would not have come to."""
+        """Fetch for a full refresh, because an expression failed.
+
+        For a delta, expressions are evaluated for all changed rows, even for those where the query would not do so.
+        """
         assert work.decision is not None
         reason = f"an expression fails for changed rows that the query may not reach: {work.error}"
         work.error, work.large, work.fetcher = None, None, None
@@ -396,7 +400,7 @@ class SnapshotReader:
             self._fetch(work)
 
     def _job(self, work: Work) -> Job | None:
-        """The stream table's part of the Spark job; compiled anew only when other tables changed than last time."""
+        """The stream table's part of the Spark job, cached by shape, placement, action and changed sources."""
         compiled, row = work.compiled, work.row
         assert work.decision is not None
         assert compiled is not None
@@ -411,13 +415,13 @@ class SnapshotReader:
             return self._job(work)
 
     def _plan_job(self, work: Work, changed: frozenset[int]) -> Job | None:
-        """Build a job within a budget: while it is planned, the other stream tables of the refresh wait."""
+        """Build a job within a planning budget, because the other stream tables of the refresh wait meanwhile."""
         with planning_within(Budget()):
             job = self._build_job(work, changed)
             if job is not None:
                 check_job(job)
                 for fragment in job.fragments:
-                    compile_fragment(fragment.plan, ())  # kept for the fetch
+                    compile_fragment(fragment.plan, ())  # cached for the fetch
             return job
 
     def _build_job(self, work: Work, changed: frozenset[int]) -> Job | None:
@@ -440,7 +444,10 @@ class SnapshotReader:
 
 
 def _plan_otherwise(work: Work, error: OverBudget) -> None:
-    """What takes too long to plan is refreshed in full; in full on Spark, by PostgreSQL. Raises where neither may be."""
+    """Fall back to a full refresh, or from Spark to PostgreSQL in a full refresh, because planning exceeded its budget.
+
+    Raises NotDifferentiableError if neither is allowed.
+    """
     decision, row = work.decision, work.row
     assert decision is not None
     if decision.action == "DIFFERENTIAL" and row.refresh_mode == "AUTO":
@@ -455,12 +462,12 @@ def _plan_otherwise(work: Work, error: OverBudget) -> None:
 
 
 def _shape_of(work: Work, shapes: Mapping[int, tuple[str, str, dict[str, str]]]) -> str:
-    """What a plan is for: the shape of the query's sources, and which of them only PostgreSQL may read."""
+    """What a plan is compiled for: the shape of the query's sources, and which of them only PostgreSQL may read."""
     return f"{shapes[work.row.pgt_id][1]}/{work.row.hidden or ''}"
 
 
 def _check_key(work: Work) -> None:
-    """The table's unique key must still be one of the query, or rows would overwrite each other."""
+    """Raise KeyLostError if the stream table's key is no longer a key of its query: rows would overwrite each other."""
     program = work.compiled.program if work.compiled is not None else None
     stored = work.row.key_columns
     if stored is None or program is None or (program.key is not None and set(program.key) <= set(stored)):
@@ -473,13 +480,16 @@ def _check_key(work: Work) -> None:
 
 
 def _has_come_meanwhile(work: Work) -> bool:
-    """Whether the coordinator's shards changed, though no node had news when it was asked: what is there now belongs to it."""
+    """Whether the coordinator's shards changed although nodes were skipped because they had no news.
+
+    The nodes may have changes of the same transactions by now.
+    """
     changed = any(source.spread and source.changed and not source.database for source in work.sources)
     return changed and any(source.spread and source.resting for source in work.sources)
 
 
 def _others(work: Work, cuts: Mapping[str, RemoteCut]) -> dict[str, Reflected]:
-    """The part of a frontier that is of other databases, at these cuts. What was not cut stays as it is known."""
+    """The frontier's entries for remote databases at these cuts. Databases that were not cut keep their stored ones."""
     known = Frontier.from_json(work.row.frontier)
     found = {
         name: Reflected(cuts[name].node, cuts[name].snapshot, cuts[name].proof)
@@ -491,7 +501,7 @@ def _others(work: Work, cuts: Mapping[str, RemoteCut]) -> dict[str, Reflected]:
 
 
 def _shards_of(work: Work, cut: RemoteCut) -> dict[str, Shards]:
-    """What a node has of the distributed tables that a stream table reads, by the holes in its fragments."""
+    """A node's shards of the distributed tables that a stream table reads, by their placeholders in its fragments."""
     return {
         f"{SHARDS}{source.relid}": cut.shards[source.there]
         for source in work.foreign
@@ -500,12 +510,12 @@ def _shards_of(work: Work, cut: RemoteCut) -> dict[str, Shards]:
 
 
 def _shards(work: Work, others: Mapping[str, Reflected]) -> frozenset[int]:
-    """The tables of members of sets that are reflected. One that could not be reached since it joined is not."""
+    """The set members' tables that the frontier covers. Those of members not reached since they joined are missing."""
     return frozenset(source.relid for source in work.foreign if source.shard and source.database in others)
 
 
 def _changed_shape(work: Work, cuts: Mapping[str, RemoteCut]) -> bool:
-    """Whether a table elsewhere is not what it was when the query was compiled for it."""
+    """Whether a remote table no longer has the shape that the query was compiled for."""
     for source in work.foreign:
         if source.database not in cuts:
             continue
@@ -516,7 +526,7 @@ def _changed_shape(work: Work, cuts: Mapping[str, RemoteCut]) -> bool:
 
 
 def _as_far_as_read(work: Work, now: Frontier) -> Frontier:
-    """The frontier to store. Where another database has nothing new, what is known of it stays: nothing is left there."""
+    """The frontier to store. A remote database without changes keeps its stored entry, and gets no new proof."""
     known = Frontier.from_json(work.row.frontier)
     assert work.decision is not None
     if known is None or work.decision.action not in {"DIFFERENTIAL", "NO_DATA"}:

@@ -1,4 +1,4 @@
-"""A stream table as the catalog has it."""
+"""The catalog row of a stream table."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pgtrickle.catalog.databases import is_node
 from pgtrickle.compile.sql_text import ident
 from pgtrickle.errors import PgtrickleError
 
-# What _session_settings() records, and what may be added to tell reads apart in the server's log. The catalog's rows are
-# written for owners: a setting such as role or session_replication_role must not get into the service's session.
+# The settings that _session_settings() records, and application_name, which identifies reads in the server's log.
+# Owners decide what is in the catalog's rows, so settings such as role or session_replication_role must not get from
+# there into the service's session.
 SESSION_SETTINGS = frozenset(
     {
         "TimeZone",
@@ -30,7 +31,7 @@ SESSION_SETTINGS = frozenset(
 
 @dataclass(frozen=True)
 class StreamTableRow:
-    """A stream table as the catalog has it."""
+    """The catalog row of a stream table, with what is derived from it."""
 
     pgt_id: int
     pgt_schema: str
@@ -49,35 +50,35 @@ class StreamTableRow:
     reinit_reason: str | None
     fencing_token: int
     consecutive_errors: int
-    full_seconds: float | None  # what the last refresh in full cost
-    row_seconds: float | None  # what a changed row costs
-    fuse_ceiling: int  # more changes than that at once are not applied; 0 for no limit
+    full_seconds: float | None  # cost of the last full refresh
+    row_seconds: float | None  # cost per changed row
+    fuse_ceiling: int  # the fuse blows at more changes than this; 0 for no limit
     placement: str
     pooler_compatibility_mode: bool  # refreshed without anything that outlives a transaction
-    lost_members: str  # of a set: waited for, or kept as they were last read
-    st_placement: str  # of its table in a Citus cluster
+    lost_members: str  # members of a set that cannot be reached: `wait` for them, or `keep` them as last read
+    st_placement: str  # where a Citus cluster stores its rows
     has_former_row_ids: bool  # row ids of catalog version 20 and earlier
     output_distribution_column: str | None
-    databases: list[str]  # others that it reads
-    reads_here: bool  # tables of this one too, apart from those
-    spread_here: list[int]  # distributed tables: this database, the coordinator, may have shards of them
+    databases: list[str]  # remote databases and Citus nodes that it reads
+    reads_here: bool  # it also reads tables of this database that are not distributed
+    spread_here: list[int]  # distributed tables of which this database, the coordinator, may have shards
     on_citus: bool  # the database has Citus
     session_settings: Any  # see query_settings
-    defining_query: str | None  # None for those who may not see it
+    defining_query: str | None  # None for roles that may not see it
     owner: str | None
     own: bool | None
-    problem: str | None  # a part that is missing, or a right that the owner no longer has
-    outdated: bool | None  # the owner's functions are those of an earlier version
-    hidden: str | None  # sources behind views of other roles, which the owner may not read
+    problem: str | None  # a part that is missing, or a right that the owner has lost
+    outdated: bool | None  # the owner functions were made by an earlier version
+    hidden: str | None  # sources behind views of other roles that the owner may not read directly
 
     @property
     def label(self) -> str:
-        """The name as it is written in SQL."""
+        """The qualified name as it is written in SQL."""
         return f"{_written(self.pgt_schema)}.{_written(self.pgt_name)}"
 
     @property
     def query_settings(self) -> dict[str, str]:
-        """The settings under which the query is run, but for search_path: its names are resolved already."""
+        """The settings under which the query runs, without search_path: its names are already resolved."""
         found = self.session_settings
         if not isinstance(found, dict) or not found.keys() <= SESSION_SETTINGS or not _are_texts(found.values()):
             raise PgtrickleError(
@@ -88,12 +89,12 @@ class StreamTableRow:
 
     @property
     def on_nodes(self) -> bool:
-        """Whether it reads distributed tables from the nodes of the cluster, of which this database may be one."""
+        """Whether it reads distributed tables from the nodes of the cluster; this database may be one of them."""
         return bool(self.spread_here) or any(map(is_node, self.databases))
 
     @property
     def in_parts(self) -> bool:
-        """Whether no query of this database alone reads all that it reads."""
+        """Whether no query of this database alone can read all its sources, because some are remote or distributed."""
         return bool(self.databases or self.spread_here)
 
 

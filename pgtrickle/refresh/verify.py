@@ -1,8 +1,8 @@
-"""Comparing a stream table with its query at one and the same snapshot.
+"""Comparing a stream table with its query in one snapshot.
 
-The stream table is refreshed in a transaction that stays open: its snapshot sees the sources as the refresh read them, and the
-table as the refresh wrote it. Both sides are added up to one number by PostgreSQL, as a sum of hashes of their rows; only where
-the numbers differ are rows compared with each other.
+The stream table is refreshed in a transaction that stays open. Its snapshot shows the sources as the refresh read them,
+and the table as the refresh wrote it. PostgreSQL computes one digest for each side, the sum of the hashes of its rows;
+individual rows are compared only if the digests differ.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from pgtrickle.refresh.pipeline import Engine
 
 ATTEMPTS = 5
-EXAMPLES = 10  # shown of each kind
-COMPARED = 1000  # rows of each kind among which floats are paired
-# The order of additions decides the last digits of a float, in PostgreSQL's own sums too.
+EXAMPLES = 10  # rows shown of each kind
+COMPARED = 1000  # rows of each kind among which rows with nearly equal floats are paired
+# The last digits of a sum of floats depend on the order of the additions, in PostgreSQL too.
 FLOAT_TOLERANCE = 1e-9
 FLOATS = frozenset({"real", "double precision"})
 
@@ -42,25 +42,25 @@ Row = tuple[str | None, ...]
 
 @dataclass(frozen=True)
 class Verification:
-    """What a comparison found."""
+    """The result of comparing a stream table with its query."""
 
     pgt_id: int
     name: str
-    equal: bool | None  # None where it could not be compared
-    reason: str | None  # why not
+    equal: bool | None  # None if they could not be compared
+    reason: str | None  # why they could not be compared
     rows: int = 0
     missing: int = 0  # rows of the query that the stream table lacks
     unexpected: int = 0  # rows of the stream table that the query does not give
     columns: tuple[str, ...] = ()
     missing_rows: tuple[Row, ...] = ()  # the first of them, as PostgreSQL prints them
     unexpected_rows: tuple[Row, ...] = ()
-    query_seconds: float = 0.0  # of running the query and adding up its rows
-    table_seconds: float = 0.0  # of reading the table and adding up its rows
-    failed: bool = False  # it could not be compared because it could not be refreshed
+    query_seconds: float = 0.0  # for running the query and computing its digest
+    table_seconds: float = 0.0  # for reading the table and computing its digest
+    failed: bool = False  # not compared because it could not be refreshed
 
     @property
     def problem(self) -> str | None:
-        """What is to be said to somebody who expects it to be equal."""
+        """The message if the stream table is not known to be equal to its query, else None."""
         if self.equal is False:
             return f"it differs from its query: {self.missing} missing and {self.unexpected} unexpected rows"
         return f"it was not compared: {self.reason}" if self.equal is None else None
@@ -84,10 +84,11 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
     found: list[Verification] = []
 
     def compare(work: Work) -> None:
-        found[:] = [_compare(engine.conn, work)]  # of the attempt that is committed
+        found[:] = [_compare(engine.conn, work)]  # replaces the result of an attempt that was rolled back
 
     for _ in range(ATTEMPTS):
-        # What cannot be done in one transaction, such as a large change, is done in several; little is left for the next try.
+        # A large change, for example, cannot be refreshed in one transaction. It is refreshed in several, after which
+        # little is left for the next attempt.
         outcome = engine.attempt([pgt_id], "MANUAL", atomic=True, before_commit=compare)
         for error in outcome.problems.values():
             reason = f"it could not be refreshed: {error}".splitlines()[0]
@@ -99,7 +100,7 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
 
 
 def answer_requests(engine: Engine, pgt_id: int) -> Verification:
-    """Compare a stream table because it was asked for in SQL, and tell those who did."""
+    """Compare a stream table for requests that were made in SQL, and store the answer in them."""
     conn = engine.conn
     asked = conn.execute(
         "SELECT request_id FROM pgtrickle.pgt_requests WHERE pgt_id = %s AND kind = 'VERIFY' AND status = 'PENDING'",
@@ -134,7 +135,7 @@ def _cannot_compare(conn: psycopg.Connection[Any], row: StreamTableRow) -> str |
 
 
 def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
-    """Compare in the transaction that refreshed it, and record what was found there."""
+    """Compare in the transaction that refreshed the stream table, and record the result there."""
     row = work.row
     columns = _columns(conn, row)
     names = tuple(columns)
@@ -181,7 +182,7 @@ def _nondeterministic_part(conn: psycopg.Connection[Any], row: StreamTableRow) -
 
 
 def _columns(conn: psycopg.Connection[Any], row: StreamTableRow) -> dict[str, str]:
-    """The columns that the user sees, with their types."""
+    """The user-visible columns with their types."""
     found = conn.execute(
         "SELECT attname, format_type(atttypid, NULL) FROM pg_attribute WHERE attrelid = %s AND attnum > 0"
         " AND NOT attisdropped AND NOT starts_with(attname, '__pgt_') ORDER BY attnum",
@@ -193,7 +194,7 @@ def _columns(conn: psycopg.Connection[Any], row: StreamTableRow) -> dict[str, st
 def _digest(
     conn: psycopg.Connection[Any], row: StreamTableRow, relation: sql.Identifier, names: Sequence[str]
 ) -> tuple[int, str]:
-    """How many rows there are, and the sum of their hashes."""
+    """The number of rows and the sum of their hashes."""
     statement = sql.SQL(
         "SELECT pg_catalog.count(*), coalesce(pg_catalog.sum(pg_catalog.hashtextextended(ROW({})::pg_catalog.text, 0)), 0)"
         "::pg_catalog.text FROM {}"
@@ -209,11 +210,11 @@ def _differing(
     table: sql.Identifier,
     columns: dict[str, str],
 ) -> dict[str, tuple[int, list[Row]]]:
-    """How many rows one side has more of than the other, and the first of them. Equal is what PostgreSQL takes for equal."""
+    """For each side, how many rows the other lacks, and the first of them; equality is PostgreSQL's."""
     try:
         with conn.transaction():
             found = _subtract(conn, row, view, table, dict.fromkeys(columns, ""))
-    except psycopg.errors.UndefinedFunction:  # json, xml, point: of these only the text can be compared
+    except psycopg.errors.UndefinedFunction:  # json, xml and point can only be compared as text
         found = _subtract(conn, row, view, table, _texts(conn, row))
     floats = [index for index, type_ in enumerate(columns.values()) if type_ in FLOATS]
     kinds = {
@@ -223,7 +224,7 @@ def _differing(
 
 
 def _texts(conn: psycopg.Connection[Any], row: StreamTableRow) -> dict[str, str]:
-    """For each column the cast that makes it comparable; none where its type is."""
+    """For each column the cast that makes it comparable; empty if its type is comparable."""
     found = conn.execute(
         "SELECT a.attname, EXISTS (SELECT FROM pg_opclass AS o JOIN pg_am AS m ON m.oid = o.opcmethod AND m.amname = 'btree'"
         " WHERE o.opcdefault AND o.opcintype = coalesce(nullif(t.typbasetype, 0), t.oid)) FROM pg_attribute AS a"
@@ -265,7 +266,7 @@ def _subtract(
 def _without_close_rows(
     kinds: dict[str, tuple[int, list[Row]]], floats: Sequence[int]
 ) -> dict[str, tuple[int, list[Row]]]:
-    """Without pairs of rows that differ in the last digits of floats only."""
+    """The differences without pairs of rows that differ only in the last digits of floats."""
     missing, unexpected = (list(kinds.get(kind, (0, []))[1]) for kind in ("missing", "unexpected"))
     for row in list(missing):
         partner = next((other for other in unexpected if _is_close(row, other, floats)), None)
@@ -294,7 +295,7 @@ def _list(names: Sequence[str]) -> sql.Composed:
 def _run_as_owner(
     conn: psycopg.Connection[Any], row: StreamTableRow, statement: sql.Composed, columns: str
 ) -> list[tuple[Any, ...]]:
-    """The rows of a query that runs with the rights of the stream table's owner."""
+    """Run a query with the rights of the stream table's owner, and return its rows."""
     if row.own:
         return conn.execute(statement).fetchall()
     fence.enter(conn)

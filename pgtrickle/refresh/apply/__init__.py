@@ -1,1 +1,1 @@
-"""The transaction that brings a delta into the stream table."""
+"""The apply: the transaction that writes a delta to the stream table."""

@@ -1,4 +1,4 @@
-"""Bringing a delta into PostgreSQL: as one parameter, through a temporary table, or from where executors put it."""
+"""Loading a delta into PostgreSQL: as a parameter, through a temporary table, or from a table written by executors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyarrow import csv
 
 from pgtrickle.postgres.formats import WRITE
 
-# Up to here a delta is a parameter and the refresh leaves no trace in PostgreSQL's catalogs.
+# Deltas up to this size are passed as a parameter, so that the refresh creates no entries in PostgreSQL's catalogs.
 PARAMETER_ROWS = 10_000
 
 
@@ -23,7 +23,7 @@ _STAGE = "pg_temp.pgt_delta"
 
 @dataclass(frozen=True)
 class Staged:
-    """A delta that executors wrote to a table of its own. Rows of attempts that are not listed as done do not count."""
+    """A delta that executors wrote to a table of its own. Only rows of attempts that are listed as done count."""
 
     table: str  # in pgtrickle_views
 
@@ -37,13 +37,13 @@ class Staged:
         return f"(SELECT * FROM {table} WHERE attempt IN (SELECT w FROM {table} WHERE attempt = 'done')) AS staged"
 
     def allow(self, conn: psycopg.Connection[Any], owner: str | None) -> None:
-        """Let the role that applies read it."""
+        """Grant the role that applies the delta the right to read it."""
         if owner is not None:
             table = sql.Identifier(*self.path)
             conn.execute(sql.SQL("GRANT SELECT ON {} TO {}").format(table, sql.Identifier(owner)))
 
     def create(self, conn: psycopg.Connection[Any], columns: Sequence[str]) -> None:
-        """Make the table. What a process that died left behind under the stream table's earlier claims goes."""
+        """Create the table. Tables that processes left when they died under earlier claims are dropped."""
         left = conn.execute(
             "SELECT relname FROM pg_class WHERE relnamespace = 'pgtrickle_views'::regnamespace AND relkind = 'r'"
             " AND relowner = quote_ident(current_user)::regrole AND relname ^@ %s",
@@ -63,14 +63,14 @@ Delta: TypeAlias = pa.Table | Staged
 
 @dataclass(frozen=True)
 class Load:
-    """A delta as the apply statement reads it: the arrays of its parameter, or a relation."""
+    """A loaded delta as the apply statement reads it: arrays for its parameter, or a relation."""
 
     arrays: list[str]
     relation: str | None
 
 
 def load(conn: psycopg.Connection[Any], delta: Delta | None, owner: str | None) -> Load:
-    """Bring a delta to where the statement finds it; `owner` is the role that applies, if another."""
+    """Load a delta for the apply statement; `owner` is the role that runs it, if that is not the current one."""
     if delta is None:
         return Load([], None)
     if isinstance(delta, Staged):
@@ -83,7 +83,7 @@ def load(conn: psycopg.Connection[Any], delta: Delta | None, owner: str | None) 
 
 
 def as_arrays(delta: pa.Table) -> list[str]:
-    """Each column as the text of a PostgreSQL array."""
+    """The columns, each as the text of a PostgreSQL array."""
     return [_array(column.cast(pa.string()).to_pylist()) for column in delta.columns]
 
 
@@ -106,6 +106,6 @@ def _stage(conn: psycopg.Connection[Any], delta: pa.Table, owner: str | None) ->
             buffer = io.BytesIO()
             csv.write_csv(pa.Table.from_batches([batch]), buffer, WRITE)
             copy.write(buffer.getvalue())
-    # The number of rows is known without it; a small sample tells how many keys there are.
+    # The planner knows the number of rows without ANALYZE; a small sample is enough for the number of distinct keys.
     conn.execute("SET LOCAL default_statistics_target = 5")
     conn.execute(sql.SQL("ANALYZE {}").format(table))

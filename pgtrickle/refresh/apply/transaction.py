@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 STATEMENT_TIMEOUT = "30min"
 ROW_LOCK_TIMEOUT = "10s"
 RECOVERY_LOOKS = 10  # a tenth of a second apart
-LARGE_ROWS = 100_000  # from which a stream table over distributed tables is distributed too
+LARGE_ROWS = 100_000  # from this size on, a stream table over distributed tables is distributed too
 
 
 class Diverged(PgtrickleError):
-    """The stored rows are not those that the frontier says; the stream table starts over."""
+    """The stored rows do not match the frontier, so the stream table has to be re-initialized."""
 
 
 def apply_delta(
@@ -68,20 +68,20 @@ def apply_delta(
     on_step: OnStep,
     policy: Policy,
 ) -> RefreshResult:
-    """Apply a delta (None: empty) and record the refresh."""
+    """Apply a delta, or an empty one if it is None, and record the refresh."""
     started = time.monotonic()
     row = work.row
     settings = row.query_settings | {"extra_float_digits": "1", "search_path": "pg_catalog, pg_temp"}
     settings["statement_timeout"] = STATEMENT_TIMEOUT
-    # Rows and frontier are one transaction: a server that crashes before it is on disk loses both, and the next refresh
-    # brings them back. What is purged afterwards is later in the same log.
-    # Not so where other nodes commit too: what they have must not be lost here.
+    # Rows and frontier are in one transaction: if the server crashes before it is on disk, both are lost, and the next
+    # refresh applies the changes again. The purge of these changes comes later in the same WAL.
+    # If other nodes commit too, the commit must be synchronous: what they have committed must not be lost here.
     settings |= {"synchronous_commit": "on" if _is_citus_table(row) else "off", "work_mem": f"{work.merge_mb}MB"}
     settings |= {"idle_in_transaction_session_timeout": policy.idle_in_apply}
     if row.st_placement != "local" and not row.on_nodes:
-        require_recovered(conn, row)  # else the cut has seen to it
+        require_recovered(conn, row)  # otherwise the cut has checked this
     work.apply_settings = settings
-    outside = fence.limits(conn)  # of a group's transaction
+    outside = fence.limits(conn)  # settings of a group's transaction, if this is part of one
     with _node_errors(conn, row), conn.transaction():
         set_local(conn, settings)
         _take(conn, row, work.token)
@@ -103,17 +103,17 @@ def apply_delta(
 
 
 def record_no_data(conn: psycopg.Connection[Any], work: Work, initiated_by: str, policy: Policy) -> RefreshResult:
-    """The frontier moves on though nothing changed."""
+    """Move the frontier and record a refresh that had nothing to apply."""
     with conn.transaction():
         _take(conn, work.row, work.token)
         return _record(conn, work, 0, 0, initiated_by, policy, action="NO_DATA")
 
 
 def _take(conn: psycopg.Connection[Any], row: StreamTableRow, token: int) -> None:
-    """Lock the catalog row and prove that the claim is still ours; the guard lets this transaction write."""
+    """Lock the catalog row, check the fencing token, and let this transaction pass the stream table's guard trigger."""
     former = conn.execute("SELECT pg_catalog.current_setting('lock_timeout')").fetchone()
     assert former is not None
-    set_local(conn, {"lock_timeout": ROW_LOCK_TIMEOUT})  # its owner can lock the row, too
+    set_local(conn, {"lock_timeout": ROW_LOCK_TIMEOUT})  # the owner can hold a lock on the row
     taken = conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET apply_xid = pg_current_xact_id()"
         " WHERE pgt_id = %s AND fencing_token = %s",
@@ -155,7 +155,7 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
                     len(program.additive.keys),
                 ),
             )
-            if delta is not None or not program.additive.keys:  # without keys there is a group also of nothing
+            if delta is not None or not program.additive.keys:  # without keys there is a group even for no rows
                 _run(conn, work, _load_state(program.additive, state, loaded.relation), loaded.arrays)
             anything = replace(target, null_keys=True)
             counts = _run(conn, work, resync_statement(anything, program.additive, program.finish, state), [])
@@ -165,7 +165,7 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
                 conn, work, f"WITH d AS (DELETE FROM {state} WHERE n = 0 RETURNING 1) SELECT ARRAY[count(*)] FROM d", []
             )
     elif decision.action != "DIFFERENTIAL" and row.placement == "spark" and program is not None and program.finish:
-        if delta is None:  # nothing shall be there; what is must go
+        if delta is None:  # the result is empty: all stored rows have to be deleted
             delta = pa.table({name: pa.array([], pa.string()) for name in ("w", *(c.id for c in program.core.columns))})
             loaded = load(conn, delta, None)
         target = _target(conn, work, Target(table, program.output, key, stage=stage))
@@ -193,13 +193,13 @@ def _write(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> tu
 
 
 def _is_citus_table(row: StreamTableRow) -> bool:
-    """Whether Citus has the stream table's rows on other nodes."""
+    """Whether the stream table is a reference or distributed table of Citus."""
     return row.st_placement in {"reference", "distributed"}
 
 
 @contextmanager
 def _node_errors(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator[None]:
-    """What goes wrong on other nodes while a placed table is changed is their failure, and over when they are back."""
+    """Turn errors of other nodes, while a table placed there is changed, into DatabaseFailedError, which is retried."""
     try:
         yield
     except (psycopg.errors.InternalError_, psycopg.OperationalError) as error:
@@ -212,7 +212,11 @@ def _node_errors(conn: psycopg.Connection[Any], row: StreamTableRow) -> Iterator
 
 
 def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> None:
-    """Of an earlier apply a crash may have left a half that is prepared and not committed: its rows come when it is."""
+    """Raise SourceLockedError while a crash has left transactions prepared, or a node cannot be reached.
+
+    A crash may have left part of an earlier apply prepared but not committed. Its rows become visible when Citus
+    commits it.
+    """
     left: set[str] | None = None
     for _ in range(RECOVERY_LOOKS):
         rows = conn.execute("SELECT success, result FROM run_command_on_workers(%s)", (PREPARED,)).fetchall()
@@ -224,7 +228,7 @@ def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> Non
         left = found if left is None else left & found
         if not left:
             return
-        time.sleep(0.1)  # what others commit at this moment is over soon
+        time.sleep(0.1)  # transactions that are committing just now end soon
     raise SourceLockedError(
         f"a node cannot be reached, or transactions that a crash left are not recovered: {row.label} waits for them",
         "A service tries again by itself; Citus recovers them every citus.recover_2pc_interval.",
@@ -232,7 +236,7 @@ def require_recovered(conn: psycopg.Connection[Any], row: StreamTableRow) -> Non
 
 
 def place_on_nodes(conn: psycopg.Connection[Any], work: Work, delta: Delta | None) -> None:
-    """Have Citus place a stream table that is filled for the first time: small ones are on all nodes."""
+    """Have Citus place a stream table that is filled for the first time; small ones become reference tables."""
     rows = delta.num_rows if isinstance(delta, pa.Table) else LARGE_ROWS if delta is not None else 0
     placement = "reference" if rows < LARGE_ROWS else "distributed"
     statement = f"SELECT pgtrickle._place({work.row.pgt_id:d}, '{placement}', NULL)"
@@ -241,7 +245,11 @@ def place_on_nodes(conn: psycopg.Connection[Any], work: Work, delta: Delta | Non
 
 
 def _target(conn: psycopg.Connection[Any], work: Work, target: Target) -> Target:
-    """The target as it is, or as one that Citus placed, with the table for what is to be brought there."""
+    """Prepare the target of an apply.
+
+    An ordinary table gets new row ids if it still has former ones. For a table that Citus placed, the target gets the
+    key for such tables, and a temporary table that holds the delta's rows.
+    """
     if target.stage is None:
         if target.has_row_id and work.row.has_former_row_ids:
             _run(conn, work, new_row_ids_statement(target), [])
@@ -270,7 +278,7 @@ def _move_from_stage(conn: psycopg.Connection[Any], work: Work, target: Target) 
 
 
 def _commit_in_two_phases(conn: psycopg.Connection[Any], work: Work) -> None:
-    """A table of Citus that is written here makes the nodes prepare before anybody commits."""
+    """Write to a table that Citus manages, so that all nodes prepare before any of them commits."""
     conn.execute(
         "INSERT INTO pgtrickle_changes.pgt_applies AS a (pgt_id, fencing_token) VALUES (%s, %s)"
         " ON CONFLICT (pgt_id) DO UPDATE SET fencing_token = excluded.fencing_token",
@@ -279,7 +287,7 @@ def _commit_in_two_phases(conn: psycopg.Connection[Any], work: Work) -> None:
 
 
 def _null_keys(program: Program, key: tuple[str, ...] | None, delta: Delta | None) -> bool:
-    """Whether a key of the delta is NULL somewhere. Keys pass the last steps as they are."""
+    """Whether some key in the delta is NULL. The finish steps do not change keys."""
     if not isinstance(delta, pa.Table):
         return delta is not None
     if program.additive is not None:
@@ -309,8 +317,8 @@ def _load_state(additive: AdditiveForm, state: str, relation: str | None) -> str
 
 
 def _run(conn: psycopg.Connection[Any], work: Work, statement: str, arrays: list[str]) -> list[int]:
-    """Run a statement that gives back counts, with the rights of the stream table's owner."""
-    # In binary: as text, psycopg would quote what is quoted already, which takes longer than the statement itself.
+    """Run a statement with the rights of the stream table's owner, and return the counts that it returns."""
+    # In binary format: for text, psycopg would quote the quoted arrays again, which takes longer than the statement.
     row = work.row
     if row.own:
         with psycopg.RawCursor(conn) as cursor:
@@ -326,7 +334,7 @@ def _run(conn: psycopg.Connection[Any], work: Work, statement: str, arrays: list
 def run_as_owner(
     conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, settings: Mapping[str, str] | None = None
 ) -> None:
-    """Run a command that gives nothing back, with the rights of the stream table's owner."""
+    """Run a command that returns nothing, with the rights of the stream table's owner."""
     if row.own:
         conn.execute(statement.encode())
     else:
@@ -348,7 +356,7 @@ def _record(
     policy: Policy,
     action: str | None = None,
 ) -> RefreshResult:
-    """Frontier, state and history, in the apply's own transaction."""
+    """Store the frontier, the status and the history record, in the transaction of the apply."""
     decision, frontier = work.decision, work.frontier
     assert decision is not None
     assert frontier is not None
@@ -405,7 +413,7 @@ def _record(
 def record_failure(
     conn: psycopg.Connection[Any], work: Work, cause: BaseException | None, initiated_by: str, policy: Policy
 ) -> None:
-    """Give the claim back and tell what happened. Who was interrupted did not fail."""
+    """Release the claim and record the failure. An interruption is recorded, but does not count as an error."""
     row, error = work.row, work.error or cause
     failed = isinstance(error, Exception)
     kind = kind_of(error) if isinstance(error, Exception) else None

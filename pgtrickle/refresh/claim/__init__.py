@@ -1,1 +1,1 @@
-"""Who refreshes a stream table: claims, and the leases under which they are held."""
+"""Claims on stream tables, and the leases that they hold under."""

@@ -1,4 +1,8 @@
-"""Claims: who refreshes a stream table. A row in the catalog, held under a lease, with a token that the apply proves."""
+"""Claims: the exclusive right to refresh a stream table.
+
+A claim is stored in the stream table's catalog row and holds as long as the lease of its process. Its fencing token is
+checked by the apply.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ class Claims:
     lease: Lease | BorrowedLease
 
     def take(self, ids: Sequence[int]) -> dict[int, int]:
-        """Claim what nobody else holds; gives the tokens."""
+        """Claim the stream tables that no other process holds, and return their fencing tokens by id."""
         self.lease.ensure()
         parameters = {"service": self.lease.service_id, "ids": list(ids)}
         with self.conn.transaction():
             return dict(self.conn.execute(load_query("claim"), parameters).fetchall())
 
     def release(self, conn: psycopg.Connection[Any], ids: Sequence[int]) -> None:
-        """Give claims back."""
+        """Release claims."""
         if ids:
             conn.execute(
                 "UPDATE pgtrickle.pgt_stream_tables SET claimed_by = NULL WHERE claimed_by = %s AND pgt_id = ANY (%s)",

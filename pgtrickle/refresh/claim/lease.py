@@ -1,4 +1,4 @@
-"""The lease under which a process holds its claims: others take them over when it ends."""
+"""The lease under which a process holds its claims. When it expires, other processes may take them over."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 30.0
 
 @dataclass
 class Lease:
-    """This process among those that refresh a database."""
+    """The lease of this process on one database."""
 
     conn: psycopg.Connection[Any]
     service_id: uuid.UUID = field(default_factory=uuid.uuid4)
@@ -33,13 +33,13 @@ class Lease:
     _renewed: float = 0.0
 
     def ensure(self) -> None:
-        """Take the lease, or prolong it where a third of it is over."""
+        """Take the lease, or renew it if more than a third of it has passed."""
         if time.monotonic() - self._renewed > self.seconds / 3:
             self._renew(self.conn)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Renewed as long as the block lasts, from a connection of its own. A short block needs none."""
+        """Renew the lease while the block runs, over a separate connection. A short block opens none."""
         over = threading.Event()
         keeper = threading.Thread(target=self._keep, args=(over,), name="pgtrickle-lease", daemon=True)
         keeper.start()
@@ -50,7 +50,7 @@ class Lease:
             keeper.join()
 
     def end(self) -> None:
-        """Give the lease back, and with it every claim. Where the connection is of no use, it runs out by itself."""
+        """End the lease, and with it every claim. If the connection is not usable, the lease expires by itself."""
         if not self._renewed or self.conn.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
             return
         with suppress(psycopg.OperationalError, psycopg.errors.UndefinedTable):  # the catalog may have been removed
@@ -59,7 +59,8 @@ class Lease:
     def _keep(self, over: threading.Event) -> None:
         if over.wait(self.seconds / 3):
             return
-        # Should this fail, the lease ends and whoever takes over is safe from us; the refresh itself finds out.
+        # If this fails, the lease expires. The fencing token protects the process that takes over: the apply of this
+        # one then fails.
         try:
             with another(self.conn) as conn:
                 self._renew(conn)
@@ -85,7 +86,7 @@ class Lease:
 
 @dataclass
 class BorrowedLease:
-    """A lease that somebody else of this process renews."""
+    """A lease that another part of this process renews."""
 
     service_id: uuid.UUID
 

@@ -1,1 +1,1 @@
-"""Jobs on Spark: from fetched rows to the delta."""
+"""Running jobs on Spark: from fetched rows to the delta."""

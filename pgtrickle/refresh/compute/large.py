@@ -1,7 +1,7 @@
-"""Large refreshes: rows go between PostgreSQL and Spark's executors in parallel, past the driver.
+"""Large refreshes: rows go between PostgreSQL and Spark's executors in parallel and bypass the driver.
 
 A fragment over one table is read in parts by several tasks, each on its own connection in the snapshot that the cut
-exported. What was read is kept on the executors' disks, so that the cut can end before Spark computes.
+exported. The rows are kept on the executors' disks, so that the cut can end before Spark computes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from pgtrickle.spark.executors import FORMAT, ReadSpec, WriteSpec, as_option
 from pgtrickle.spark.private_files import private_directory
 from pgtrickle.spark.session import is_embedded, large_session, large_tasks
 
-# As long as a statement of an apply may take: one reads a part of a table, or runs a whole query where that cannot be divided.
+# The same as for statements of an apply. A statement reads a part of a table, or runs a whole query that has no parts.
 STATEMENT_SECONDS = 1800.0
 GRACE_SECONDS = 60.0
 _PART = 16 << 20
@@ -50,7 +50,7 @@ _MOST_ROUNDS = 16
 _BLOCK = 8192
 _password_files: dict[tuple[str, str], Path] = {}
 _password_lock = threading.Lock()
-_reading = threading.Lock()  # one large refresh reads at a time: it leaves one of Spark's slots to the others
+_reading = threading.Lock()  # one large refresh reads at a time, and leaves one of Spark's slots to other refreshes
 
 
 @dataclass
@@ -71,25 +71,25 @@ class LargeWork:
         return Fetcher(readers, windows, self._medium, joined)
 
     def fetch(self, job: Job, fetcher: Fetcher[DataFrame]) -> tuple[int, bool]:
-        """Read everything onto the executors; gives back the number of rows, and whether nothing is stored yet."""
+        """Read everything onto the executors; return the number of rows, and whether the stream table is empty."""
         with _reading:
             self._frames = job.fetch(fetcher)
             rows = {fragment: self._medium.count(frame) for fragment, frame in self._frames.items()}
         return sum(rows.values()), job.stored is not None and rows[job.stored] == 0
 
     def compute(self, job: Job, stage: str) -> Staged | None:
-        """The delta in a table of that name; None where nothing can come out."""
+        """The delta in a table named `stage`; None if it is certainly empty."""
         with spark_errors():
             return self._compute(job, stage)
 
     def release(self) -> None:
-        """Give the executors' disks back."""
+        """Free the space on the executors' disks."""
         self._medium.release()
 
     def _compute(self, job: Job, stage: str) -> Staged | None:
         names: dict[Fragment, str | None] = {}
         for i, (fragment, frame) in enumerate(self._frames.items()):
-            name = f"pgt_large_{threading.get_ident()}_{i}"  # a thread is at one of them at a time
+            name = f"pgt_large_{threading.get_ident()}_{i}"  # a thread computes one large refresh at a time
             names[fragment] = None if frame.isEmpty() else f"SELECT * FROM {name}"
             frame.createOrReplaceTempView(name)
         output = job.output(names.__getitem__)
@@ -112,7 +112,7 @@ class LargeWork:
 
 @dataclass
 class OnExecutors:
-    """Rows on Spark's executors (a Medium)."""
+    """A medium that keeps rows on Spark's executors."""
 
     settings: Mapping[str, str]
     statements: list[str]
@@ -164,7 +164,10 @@ class OnExecutors:
             self._kept.pop().unpersist()
 
     def _keep(self, frame: DataFrame) -> DataFrame:
-        """Read now, in the cut. Should an executor be lost with its rows, reading again fails: the snapshot is over."""
+        """Read the rows now, while the cut lasts, and keep them on disk.
+
+        If an executor is lost together with its rows, reading them again fails, because the snapshot has ended.
+        """
         kept = frame.persist(StorageLevel.DISK_ONLY)
         self._kept.append(kept)
         self.count(kept)
@@ -176,7 +179,7 @@ class OnExecutors:
         return self._exported[reader.database]
 
     def _statements(self, request: Request) -> list[sql.Composable]:
-        """One for each part of the table's blocks where the fragment reads one table; else one."""
+        """One statement for each part of the table's blocks if the fragment reads one table, else a single one."""
         shards = _shards_of(request)
         if shards is not None:
             return [
@@ -189,7 +192,7 @@ class OnExecutors:
 
 
 def _rounds(statements: Sequence[str], at_once: int | None) -> Iterator[list[Sequence[str]]]:
-    """The statements in tasks, and these in rounds of as many as may run at once."""
+    """The statements as rounds of tasks, with as many tasks in a round as may run at once."""
     if at_once is None:
         yield [[statement] for statement in statements]
         return
@@ -200,7 +203,7 @@ def _rounds(statements: Sequence[str], at_once: int | None) -> Iterator[list[Seq
 
 
 def _parts(size: int) -> list[sql.Composable]:
-    """Conditions for parts of the blocks of a file; none where it is best read in one."""
+    """Conditions for parts of a file's blocks; none if the file is small enough to be read in one part."""
     parts = min(size // _PART + 1, _MOST_PARTS)
     if parts == 1:
         return []
@@ -215,7 +218,7 @@ def _parts(size: int) -> list[sql.Composable]:
 
 
 def _shards_of(request: Request) -> Shards | None:
-    """The shards behind a fragment over a distributed table at the cut."""
+    """The shards of a fragment that reads the rows of a distributed table; None for other fragments."""
     scans = scans_of(request.plan)
     if not is_chain(request.plan) or not scans or not scans[0].relation.spread or scans[0].version is Version.DELTA:
         return None
@@ -223,15 +226,15 @@ def _shards_of(request: Request) -> Shards | None:
 
 
 def _size_of(conn: psycopg.Connection[Any], shard: str) -> int:
-    """Bytes of its file, or of the largest one where it has partitions."""
+    """Bytes of the shard's file, or of its largest partition's file."""
     largest = "SELECT max(pg_relation_size(member)) FROM pgtrickle._tree(to_regclass(%s)) AS member"
     row = conn.execute(largest, (shard,)).fetchone()
     assert row is not None
-    return int(row[0] or 0)  # it may have left: who reads it will notice
+    return int(row[0] or 0)  # it may have been moved away, which is noticed when it is read
 
 
 def _largest_file(conn: psycopg.Connection[Any], plan: Plan) -> int:
-    """Bytes of the largest file behind a fragment over one table; none for others."""
+    """Bytes of the largest file of the table behind a fragment over one table; 0 for other fragments."""
     if not is_chain(plan):
         return 0
     scan = scans_of(plan)[0]
@@ -251,7 +254,7 @@ def _moves(job: Job) -> str:
 
 
 def _worker_conninfo(conn: psycopg.Connection[Any]) -> str:
-    """How executors connect: as the driver does. Its password travels by a file, and only on its own machine."""
+    """The connection string for executors: the driver's, with a password file if they run on the same machine."""
     parameters = conn.info.get_parameters()
     if is_embedded() and conn.info.password:
         parameters["passfile"] = str(_password_file(conn.info.user, conn.info.password))
@@ -259,7 +262,7 @@ def _worker_conninfo(conn: psycopg.Connection[Any]) -> str:
 
 
 def _password_file(user: str, password: str) -> Path:
-    """A password file in libpq's format that only this user can read; gone when Spark or the process ends."""
+    """A password file in libpq's format that only this user can read. It is removed when Spark or the process ends."""
     with _password_lock:
         known = _password_files.get((user, password))
         if known is not None and known.exists():

@@ -1,4 +1,4 @@
-"""The tables that one Spark text reads: as few as possible, for handing Spark a table costs the same whatever its rows."""
+"""The tables that one Spark text reads: as few as possible, because each has the same cost, however few its rows."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pgtrickle.postgres.formats import spark_types
 from pgtrickle.query.plan import Fragment
 from pgtrickle.refresh.compute.shared_text import Input, Sharers
 
-# A few small tables go as one. Each is then found among the rows of all, which many or large ones make slow.
+# A few small tables are passed to Spark as one. Selecting one of them scans the rows of all, so not many or large ones.
 _BUNDLED_TABLES = 4
 _BUNDLED_ROWS = 10_000
 _COMPARED_ROWS = 1_000
 _LOCAL_ROWS = 4_000
 _LOCAL_BYTES = "spark.sql.execution.arrow.localRelationThreshold"
-# Spark shuffles what it does not know to be one partition.
+# Spark shuffles rows unless it knows that they are in one partition.
 _SELECT = "SELECT /*+ COALESCE(1) */"
 
 
 class Relations:
-    """Queries for the fragments of some jobs, and the tables behind them."""
+    """The tables for the fragments of some jobs, and queries for the rows of each fragment."""
 
     def __init__(self, sharers: Sequence[Sharers], prefix: str) -> None:
-        self._prefix = prefix  # of the names that Spark knows them by
+        self._prefix = prefix  # of the tables' names in Spark
         jobs = [item for some in sharers for item in some.jobs.values()]
         self._together = len(jobs) > 1 or any(some.share for some in sharers)
         tables = [table for item in jobs for table in item.tables.values() if table.num_rows]
@@ -34,7 +34,7 @@ class Relations:
         self._tables: dict[int | bytes, tuple[int, pa.Table]] = {}  # by identity or content
 
     def rows(self, item: Input, fragment: Fragment) -> str | None:
-        """A query for a fragment's rows; None where it is empty."""
+        """A query for a fragment's rows; None if there are none."""
         table, part = item.tables[fragment], item.parts.get(fragment)
         if table.num_rows == 0:
             return None
@@ -50,13 +50,13 @@ class Relations:
         where = f" WHERE {position[part.slice.flag]}" if part.slice.flag is not None else ""
         rows = f"{_SELECT} {items} FROM {self._prefix}_{self._number(part.whole)}{where}"
         if not item.job.adds_up and part.slice.columns:
-            # Nothing above it adds up what is equal in these columns alone.
+            # Rows may be equal in these columns only, and nothing above sums them.
             names = ", ".join(part.slice.columns)
             return f"SELECT {names}, sum(w) AS w FROM ({rows}) GROUP BY {names} HAVING sum(w) <> 0"
         return rows
 
     def shared_rows(self, sharers: Sharers, fragment: Fragment) -> str | None:
-        """A query for the rows of all that share a text; None where there are none."""
+        """A query for a fragment's rows of all jobs that share a text; None if there are none."""
         if sharers.first[1].tables[fragment].num_rows == 0:
             return None
         table = sharers.rows(fragment)
@@ -64,7 +64,7 @@ class Relations:
         return f"{_SELECT} {items} FROM {self._prefix}_{self._number(table)}"
 
     def create(self, spark: SparkSession) -> None:
-        """Make the tables known to Spark."""
+        """Create the tables in Spark, as temporary views."""
         tables = list(self._tables.values())
         if not self._bundled:
             for number, table in tables:
@@ -76,15 +76,15 @@ class Relations:
             _frame(spark, rows).createOrReplaceTempView(f"{self._prefix}_rows")
 
     def _number(self, table: pa.Table) -> int:
-        """The number of a table; small ones with the same rows, as many lookups give, have the same."""
+        """The number of a table. Small tables with equal rows, which many lookups return, have the same number."""
         key = id(table) if table.num_rows > _COMPARED_ROWS else _content(table)
         return self._tables.setdefault(key, (len(self._tables), table))[0]
 
 
 def _frame(spark: SparkSession, table: pa.Table) -> DataFrame:
-    """The table for Spark: a few rows as a local relation, which it plans cheaply, more as the Arrow batches they are.
+    """A DataFrame of the table: few rows as a local relation, which is cheap to plan, more as Arrow batches.
 
-    The optimiser turns each row of a local relation into objects, at every projection.
+    Spark's optimizer converts each row of a local relation to objects, again for every projection.
     """
     if table.num_rows <= _LOCAL_ROWS:
         return spark.createDataFrame(table)
@@ -96,7 +96,7 @@ def _frame(spark: SparkSession, table: pa.Table) -> DataFrame:
 
 
 def _content(table: pa.Table) -> bytes:
-    """Its rows and types, whatever its columns are called."""
+    """The table's rows and types, without its column names, as bytes to compare."""
     unnamed = table.rename_columns([f"s{i}" for i in range(table.num_columns)]).combine_chunks()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, unnamed.schema) as writer:

@@ -1,7 +1,8 @@
-"""Which jobs share one Spark text: those whose plans differ in nothing but what they read.
+"""Jobs that share one Spark text, because their plans differ only in what they read.
 
-Spark plans a text anew each time, and for the few rows of a refresh that is most of the time. A hundred tenants' totals, or one
-query with a hundred constants, are planned once: their rows stand in the same tables, each with the number of its job.
+Spark plans a text again each time, which takes most of the time if a refresh has few rows. A hundred tenants' totals,
+or one query with a hundred constants, are planned once: their rows are in the same tables, with the numbers of their
+jobs.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from pgtrickle.refresh.fetch.medium import Part
 from pgtrickle.refresh.planning.jobs import Job, SharedText
 
 SHARED_FROM = 2  # jobs
-# Of a job. Jobs over the same changes stand on the same rows, unless they share a text: then each brings its own. Few rows cost
-# less than a plan of one's own, many cost more.
+# The most rows of a job that shares a text. Jobs over the same changes read the same rows, unless they share a text:
+# then each job has a copy. For few rows that costs less than planning another text, for many it costs more.
 SHARED_ROWS = 2000
-MOST_TEXTS = 64  # that a job keeps
+MOST_TEXTS = 64  # cached per job
 
 
 @dataclass(frozen=True)
 class Input:
-    """What one job reads. Fragments that were read together stand in one table."""
+    """The input of one job. `parts` has the fragments whose rows are part of a shared read."""
 
     job: Job
     tables: Mapping[Fragment, pa.Table]
     parts: Mapping[Fragment, Part]
 
     def gives_anything(self, filled: Collection[Fragment]) -> bool:
-        """Whether something can come out where only these fragments have rows."""
+        """Whether the delta can have rows if only these fragments have rows."""
         return self.job.output(lambda fragment: "" if fragment in filled else None) is not None
 
 
 @dataclass(frozen=True)
 class Sharers:
-    """Jobs, by their numbers, that one text is for."""
+    """The jobs of one text, by their numbers."""
 
     jobs: Mapping[int, Input]
     shareable: bool
@@ -52,7 +53,7 @@ class Sharers:
         return next(iter(self.jobs.items()))
 
     def rows(self, fragment: Fragment) -> pa.Table:
-        """The rows of all jobs for what is this fragment to the first; a job's fragments come in one order."""
+        """The rows of all jobs for a fragment of the first job. The others' fragments are found by position."""
         place = list(self.first[1].job.fragments).index(fragment)
         names = sorted(self.first[1].tables[fragment].schema.names)
         tables = []
@@ -63,7 +64,7 @@ class Sharers:
 
 
 def share(jobs: Sequence[Input]) -> list[Sharers]:
-    """The jobs by the texts they share, and those that have one of their own; without those that give nothing."""
+    """Group the jobs by the texts that they share; others get a text of their own, and those without a delta none."""
     shared: dict[SharedText, dict[int, Input]] = {}
     alone: list[Sharers] = []
     for number, item in enumerate(jobs):
@@ -87,7 +88,7 @@ def share(jobs: Sequence[Input]) -> list[Sharers]:
 
 
 def _text(item: Input, filled: Collection[Fragment]) -> SharedText:
-    """The text over tables that are called by their place: jobs that can share it have the same."""
+    """The job's text over tables that are named by position, so that jobs that can share it have the same."""
     places = {fragment: f"pgt_{i}" for i, fragment in enumerate(item.job.fragments) if fragment in filled}
     schemas = tuple(
         tuple(sorted((field.name, str(field.type)) for field in item.tables[fragment].schema)) for fragment in places

@@ -1,4 +1,4 @@
-"""Running the jobs of one refresh on Spark: many stream tables in one text, a few texts side by side."""
+"""Running the jobs of one refresh on Spark: many stream tables in one text, and a few texts concurrently."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pgtrickle.refresh.compute.shared_text import Input, Sharers, share
 from pgtrickle.refresh.planning.jobs import ZERO, Output
 from pgtrickle.spark.session import spark_session
 
-# Spark plans a text in one thread, and its time grows faster than the text: several are planned side by side, each with
-# as many stream tables as make up for what a text costs by itself.
+# Spark plans a text in one thread, and the time grows faster than the text. So several texts are planned concurrently,
+# each with enough stream tables to make up for the fixed cost of a text.
 FEWEST = 5
 MOST = 32
 MOST_OPERATORS = 1500  # of one text, unless one stream table has more
@@ -31,7 +31,7 @@ _CORES = os.cpu_count() or 1
 
 
 def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
-    """The deltas of all jobs as tables of strings, weight first; None where one is empty. Starts nothing where all are."""
+    """The deltas of all jobs as tables of strings, weight first, or None if empty. If all are, Spark is not started."""
     sharers = share(jobs)
     texts = _texts(sharers)
     answers = map(_run_text, texts) if len(texts) < 2 else _threads().map(_run_text, texts)
@@ -42,7 +42,7 @@ def run_jobs(jobs: Sequence[Input]) -> list[pa.Table | None]:
 
 
 def _texts(sharers: Sequence[Sharers]) -> list[list[Sharers]]:
-    """The jobs by the texts that they are part of."""
+    """Distribute the jobs over texts."""
     size = min(max(-(-len(sharers) // _CORES), FEWEST), MOST)
     texts: list[list[Sharers]] = []
     operators = 0
@@ -58,13 +58,14 @@ def _texts(sharers: Sequence[Sharers]) -> list[list[Sharers]]:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Kept, for each thread has a connection to the JVM, and a thread there."""
+    """The threads that run texts. They are kept, because each has a connection to the JVM and a thread there."""
     return ThreadPoolExecutor(_CORES, "pgtrickle-spark")
 
 
 def _run_text(sharers: Sequence[Sharers]) -> pa.Table:
     """The rows of all jobs of one text: number, weight and values."""
-    # A thread runs one text at a time: names of its own keep it from the rows of one that failed elsewhere and still runs.
+    # A thread runs one text at a time. Table names per thread keep a text that still runs after a failure in another
+    # thread from reading these rows.
     relations = Relations(sharers, f"pgt_{threading.get_ident()}")
     width = max(len(some.first[1].job.columns) for some in sharers)
     selects = []
@@ -82,7 +83,7 @@ def _run_text(sharers: Sequence[Sharers]) -> pa.Table:
 
 
 def _deltas(sharers: Sequence[Sharers], answer: pa.Table) -> dict[int, pa.Table | None]:
-    """What each job gets of an answer."""
+    """The delta of each job in the result of a text."""
     jobs = {number: item.job for some in sharers for number, item in some.jobs.items()}
     deltas: dict[int, pa.Table | None] = {}
     for number, job in jobs.items():
@@ -94,7 +95,7 @@ def _deltas(sharers: Sequence[Sharers], answer: pa.Table) -> dict[int, pa.Table 
 
 
 def _changed(rows: pa.Table, sums: Sequence[str]) -> pa.ChunkedArray:
-    """Which rows have a sum that is not zero. A sum of nothing is NULL."""
+    """For each row, whether some sum is not zero. The sum of no rows is NULL and counts as zero."""
     changed = pa.chunked_array([pa.repeat(False, rows.num_rows)])
     for name in sums:
         text = pc.fill_null(rows.column(name).cast(pa.string()), "0")
@@ -104,7 +105,7 @@ def _changed(rows: pa.Table, sums: Sequence[str]) -> pa.ChunkedArray:
 
 @contextmanager
 def spark_errors() -> Iterator[None]:
-    """Turns Spark's errors into ours."""
+    """Turn Spark's errors into RefreshError."""
     try:
         yield
     except (PySparkException, Py4JError) as error:
@@ -118,7 +119,7 @@ def spark_errors() -> Iterator[None]:
 
 
 def _uniform(number: int, output: Output, width: int, shared: tuple[str, ...]) -> str:
-    """The rows in the shape that all jobs of one text have."""
+    """A query for a job's rows with the columns that all jobs of one text have in common."""
     padded = (*output.values, *["CAST(NULL AS STRING)"] * (width - len(output.values)))
     more = "" if shared else f"{number} AS {SHARED[0]}, "
     return replace(output, values=padded).select([f"s{k}" for k in range(width)], more, shared)

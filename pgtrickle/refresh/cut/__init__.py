@@ -1,1 +1,1 @@
-"""One consistent state of a database, and what happened to the sources until then."""
+"""The cut: a consistent snapshot of a database, and what happened to the sources up to it."""

@@ -1,6 +1,7 @@
-"""The cut: one snapshot of a database, with locks that keep its tables what they were.
+"""The cut: one snapshot of a database, with locks that keep its tables from being altered.
 
-The locks come first, then the snapshot. A table that is truncated or rewritten between the two would read empty.
+The locks are taken before the snapshot. Otherwise, a table that is truncated or rewritten between the two would appear
+empty.
 """
 
 from __future__ import annotations
@@ -32,18 +33,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Cut:
-    """One consistent state of a database."""
+    """One consistent snapshot of a database."""
 
     conn: psycopg.Connection[Any]
     node: str
     snapshot: Snapshot
     time: datetime
-    locked: Mapping[
-        str, Exception | None
-    ]  # views that could not be locked: not to be read; None where another session has them
+    # Views that could not be locked and so must not be read; None if another session holds a conflicting lock.
+    locked: Mapping[str, Exception | None]
     merge_mb: str  # memory for sorts and hashes of an apply
-    writes: bool = False  # in the same transaction: what it writes nobody else sees
-    others: Mapping[str, RemoteCut] = field(default_factory=dict)  # of other databases, by their names
+    writes: bool = False  # the cut's transaction also writes, which other connections do not see
+    others: Mapping[str, RemoteCut] = field(default_factory=dict)  # cuts of remote databases, by name
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a coordinator, by distributed table
 
 
@@ -56,20 +56,20 @@ def take_cut(
     writes: bool = False,
     hurried: bool = False,
 ) -> Iterator[Cut]:
-    """Lock what the views of pgtrickle_views read, take the snapshot, and hold both until the block ends.
+    """Lock the sources of views in pgtrickle_views, take the snapshot, and hold both until the block ends.
 
-    A lock on a view locks the tables behind it, with the rights of the view's owner. Who truncates or alters a distributed
-    table locks it on the coordinator, before its shards there.
+    A lock on a view also locks the tables behind it, with the rights of the view's owner. For distributed tables, the
+    lock on the coordinator's table is enough: TRUNCATE and ALTER lock that before its shards there.
     """
-    # Rolled back where nothing is written: what an owner's code left in the session goes with it.
+    # Rolled back if nothing is written, which also removes what an owner's code has left in the session.
     with conn.transaction(force_rollback=not writes):
-        # Commands, no queries: the first query takes the snapshot, and the locks must be there before.
+        # Only utility commands until the locks are held: the first query takes the snapshot.
         mode = "READ WRITE" if writes else "READ ONLY"
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
         timeout = HURRIED_LOCK_TIMEOUT if hurried else CUT_LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
         conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
         conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-        # While Spark computes for a group, or executors read, there is nothing to say to the server.
+        # The transaction is idle while Spark computes for a group and while executors read.
         conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
         locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
@@ -96,9 +96,9 @@ def take_cut(
 
 
 def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> dict[str, Exception | None]:
-    """Lock the views; gives back those that cannot be locked, and why if it is not that somebody else has them.
+    """Lock the views; return those that cannot be locked, each with the error, or None if another session has a lock.
 
-    A view is its owner's, who can drop or alter it: that concerns nobody else.
+    A view belongs to its owner, who can drop or alter it. That must not affect other stream tables.
     """
     if not views:
         return {}

@@ -1,4 +1,4 @@
-"""The sources of stream tables as a cut sees them, and what happened to them since the frontier."""
+"""The sources of stream tables as they are at a cut, and what happened to them since the frontier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pgtrickle.sites.remote.cut import ForeignSource, RemoteCut
 
 @dataclass(frozen=True)
 class Source:
-    """A source at the cut, seen from one stream table's frontier."""
+    """A source at the cut, with what happened to it since the frontier of one stream table."""
 
     relid: int
     label: str
@@ -33,33 +33,33 @@ class Source:
     buffered: int  # bytes of its change buffer
     changed: bool = False
     markers: tuple[str, ...] = ()
-    database: str = ""  # where it is, if elsewhere
-    there: int = 0  # its own OID, if elsewhere
-    proofs: tuple[str | None, ...] = ()  # what earlier cuts left there
-    shard: bool = False  # it is read as the table of a member of a set
-    resting: bool = False  # a shard that was not cut: it has no news, or cannot be reached
-    joined: bool = False  # a shard that is new: all its rows are changes
-    spread: bool = False  # a distributed table: what one node, or the coordinator, has of it
-    moved_in: bool = False  # of a node that is new: what it has was read elsewhere, or not captured
+    database: str = ""  # its database, if that is a remote one or a Citus node
+    there: int = 0  # its OID in that database
+    proofs: tuple[str | None, ...] = ()  # that earlier refreshes committed there
+    shard: bool = False  # the table of a set member
+    resting: bool = False  # a set member's table that was not cut: the member has no news, or cannot be reached
+    joined: bool = False  # the table of a new set member: all its rows are changes
+    spread: bool = False  # the part of a distributed table on one node, or on the coordinator
+    moved_in: bool = False  # shards on a new node: their rows were read on another node, or changed without capture
 
     @property
     def lacking(self) -> bool:
-        """Whether capture triggers are missing, so that what is read now need not be followed by its changes."""
+        """Whether capture triggers are missing, so that changes after this cut may not be captured."""
         return self.signature == "lacking"
 
     @property
     def rewritten(self) -> bool:
-        """Whether an ALTER TABLE may have given it other values, which no trigger tells."""
+        """Whether an ALTER TABLE may have changed its values, which no trigger captures."""
         return self.signature == "rewritten"
 
     @property
     def attached(self) -> bool:
-        """Whether its changes are captured for this stream table now."""
+        """Whether its changes are already captured for this stream table."""
         return self.buffer is not None or self.resting
 
     @property
     def captured(self) -> bool:
-        """Whether they are or will be."""
+        """Whether its changes are captured, or will be."""
         return self.attached or bool(self.database)
 
 
@@ -72,7 +72,7 @@ def changed_sources(
     others: Mapping[str, RemoteCut],
     foreign: Sequence[ForeignSource],
 ) -> dict[int, list[Source]]:
-    """For each stream table its sources, with what happened to them since its frontier."""
+    """The sources of each stream table, with what happened to them since its frontier."""
     with cut.conn.cursor(row_factory=dict_row) as cursor:
         rows = cursor.execute(load_query("sources"), {"ids": list(frontiers)}).fetchall()
     remote = {(one.pgt_id, one.relid): one for one in foreign}
@@ -104,14 +104,14 @@ def changed_sources(
 
 
 def _joins(frontier: Frontier | None, source: Source, known: ForeignSource | None) -> bool:
-    """Whether it is a shard that was captured since the last refresh, and is read for the first time."""
+    """Whether it is a set member's table that is captured since the last refresh, and is read for the first time."""
     if frontier is None or known is None or not known.shard or not source.attached or source.resting:
         return False
     return source.database not in frontier.databases and source.relid not in frontier.shards
 
 
 def _at_cut(row: dict[str, Any], others: Mapping[str, RemoteCut], known: ForeignSource | None) -> Source:
-    """A source as its own database has it."""
+    """A source as it is in its own database."""
     label = f"{row['schema']}.{row['name']}"
     if known is None:
         return Source(
@@ -153,7 +153,7 @@ def _at_cut(row: dict[str, Any], others: Mapping[str, RemoteCut], known: Foreign
 
 
 def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:
-    """The snapshot behind which the changes of a source lie; None where nothing of it can be compared."""
+    """The snapshot since which changes of a source are read; None if the frontier has no valid one for it."""
     if not source.attached:
         return None
     if not source.database:
@@ -165,7 +165,7 @@ def _window(frontier: Frontier, source: Source, node: str) -> Snapshot | None:
 def _probe(
     conn: psycopg.Connection[Any], wanted: Sequence[tuple[Source, Snapshot]], shared_cut: SharedCut | None
 ) -> dict[Probe, tuple[bool, tuple[str, ...]]]:
-    """For each source and frontier whether it changed since, and the markers that were left."""
+    """For each source and frontier, whether the source has changed since, and the markers in its database."""
     probes: dict[Probe, sql.Composable] = {}
     for source, window in wanted:
         assert source.stable_name is not None

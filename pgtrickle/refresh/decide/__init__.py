@@ -1,1 +1,1 @@
-"""What a refresh does, and what it costs."""
+"""Deciding on the action of a refresh, by its sources and its cost."""

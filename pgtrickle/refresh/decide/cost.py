@@ -1,4 +1,4 @@
-"""How much a refresh has to read, and what follows from it: a blown fuse, the whole query instead, executors that read."""
+"""Consequences of how much a refresh has to read: a blown fuse, a full refresh, or reading by executors."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from pgtrickle.refresh.work import Work
 from pgtrickle.sites.broker import SharedChanges
 from pgtrickle.sites.citus.shards import Shards
 
-# Bytes of change buffers from which their rows are counted, and how much dearer than the whole query they must be.
-WORTH_COUNTING = 1 << 20
-DEARER = 1.5
-TOGETHER = 4  # times as much where several stream tables want the same changes
+WORTH_COUNTING = 1 << 20  # bytes of change buffers from which on their rows are counted
+DEARER = 1.5  # times the cost of a full refresh: from there on, AUTO refreshes in full
+TOGETHER = 4  # factor on the limit for large refreshes if several stream tables read the same changes
 
 
 def check_fuse(work: Work, cut: Cut) -> None:
-    """More changes than the fuse lets pass are an operator's to decide on."""
+    """Raise FuseBlownError if there are more changes than the fuse allows: an operator has to decide on them."""
     ceiling = work.row.fuse_ceiling
     assert work.decision is not None
     if ceiling and work.decision.action in {"DIFFERENTIAL", "FULL"} and _pending(work, cut) > ceiling:
@@ -38,7 +37,7 @@ def check_fuse(work: Work, cut: Cut) -> None:
 
 
 def compare_costs(work: Work, cut: Cut) -> None:
-    """AUTO takes the whole query where the changes are so many that they would cost more."""
+    """Let AUTO refresh in full if there are so many changes that a differential refresh would cost more."""
     row, decision = work.row, work.decision
     assert decision is not None
     if decision.action != "DIFFERENTIAL" or row.refresh_mode != "AUTO":
@@ -55,10 +54,10 @@ def compare_costs(work: Work, cut: Cut) -> None:
 
 
 def is_large(work: Work, cut: Cut, most: int, readers_of: Counter[int]) -> bool:
-    """Whether a refresh reads more bytes than should pass through the driver. Executors have connections of their own."""
+    """Whether a refresh reads more bytes than should pass through the driver, so that executors have to read them."""
     assert work.decision is not None
     if work.decision.action == "DIFFERENTIAL":
-        # Read here, changes are read once for all stream tables; by executors, once for each of them.
+        # The driver reads changes once for all stream tables; executors read them once for each.
         if any(readers_of[source.relid] > 1 for source in work.sources):
             most *= TOGETHER
         new = sum(_bytes_of(cut.others[one.database].conn, [one.there]) for one in work.sources if one.joined)
@@ -73,7 +72,7 @@ def is_large(work: Work, cut: Cut, most: int, readers_of: Counter[int]) -> bool:
 
 
 def _pending(work: Work, cut: Cut) -> int:
-    """The number of changes that wait in the buffers of a stream table's sources."""
+    """The number of changes in the buffers of the sources that the stream table has not applied."""
     pending = 0
     for source in work.sources:
         if source.changed and source.buffer is not None and not source.joined:
@@ -91,7 +90,7 @@ def _pending(work: Work, cut: Cut) -> int:
 
 
 def _brokered(source: Source, work: Work, cut: Cut) -> SharedChanges | None:
-    """The changes of a source, where a broker has read them."""
+    """The changes of a source as offered by a broker, if it has them."""
     shared_cut = cut.others[source.database].shared_cut if source.database else None
     if shared_cut is None or source.stable_name is None or source.database not in work.windows:
         return None

@@ -1,4 +1,4 @@
-"""What a refresh does: nothing, the change, or everything anew, and why."""
+"""The action of a refresh and its reason: nothing, a differential refresh, a full refresh or re-initialization."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Decision:
     mode: Literal["DIFFERENTIAL", "FULL"]
     mode_reason: str | None
     retrack: tuple[int, ...] = ()  # sources whose capture no longer fits them
-    by_cost: bool = False  # in full because that is cheaper this time
-    polled: bool = False  # the result may change although no captured change tells so
+    by_cost: bool = False  # a full refresh because it is cheaper this time
+    polled: bool = False  # the result may change without a captured change
 
 
 _MARKERS = {
@@ -43,7 +43,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
     if row.refresh_mode == "FULL" and (compiled.program is not None or not row.in_parts):
         mode, reason = "FULL", "refresh_mode is FULL"
     elif compiled.program is None and row.in_parts:
-        # The view would read stand-ins, which are empty, or have Citus read at no moment that is common to all nodes.
+        # The view would read stand-in tables, which are empty, or have Citus read nodes at different points in time.
         part = f": {compiled.fragment}" if compiled.fragment else ""
         what, way = (
             ("distributed tables", ", or create it with refresh_mode FULL") if row.on_nodes else ("other databases", "")
@@ -85,7 +85,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
         and compiled.program
         and compiled.program.additive
     ):
-        # Without a program nothing kept the state of its groups.
+        # While the query had no differential plan, its state table was not maintained.
         return Decision("FULL", "the state of its groups was not kept while it was refreshed in full", mode, reason)
     moved = any(source.changed for source in sources)
     if mode == "FULL":
@@ -98,7 +98,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
 
 
 def _follows_time(reason: str | None) -> bool:
-    """A result that changes although its sources do not."""
+    """Whether the reason for FULL means that the result may change although the sources do not."""
     return reason is not None and ("current time" in reason or reason.startswith("STABLE functions"))
 
 
@@ -135,7 +135,10 @@ def _must_start_over(
 
 
 def _other_members(sources: Sequence[Source], known: Frontier) -> str | None:
-    """Why what is stored is not of the members that the sets have now; a database that is new to it joins by itself."""
+    """Why the stored rows do not fit the present members of the sets, if they do not.
+
+    A database that is new to the stream table is not a reason: it joins without re-initialization.
+    """
     shards = {source.relid for source in sources if source.shard}
     if known.shards - shards:
         return "a database left the set"
@@ -146,7 +149,7 @@ def _other_members(sources: Sequence[Source], known: Frontier) -> str | None:
 
 
 def _forgotten(source: Source, known: Frontier, now: Frontier) -> str | None:
-    """Why the frontier says nothing of a source in another database."""
+    """Why the frontier is not valid for a source in a remote database, if it is not."""
     before = known.databases.get(source.database)
     if not source.attached:
         return f"changes of {source.label} were not captured for it"

@@ -1,1 +1,1 @@
-"""Reading changes and lookups from PostgreSQL, in the snapshot of the cut."""
+"""Reading changes and lookups from PostgreSQL in the snapshot of the cut."""

@@ -1,4 +1,4 @@
-"""Changes that a broker has read: they are not read again."""
+"""Taking changes from a broker's offer instead of reading them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pgtrickle.sites.broker import WEIGHT, Interest, SharedChanges, SharedCut
 def take_brokered(
     fetcher: Fetcher[pa.Table], database: str, stable_names: Mapping[int, str], shared_cut: SharedCut | None
 ) -> dict[str, Interest]:
-    """Put the rows that are offered where the fetcher would read them; gives back what it would need beyond that."""
+    """Give the fetcher the rows that a broker offers; return what it needs beyond them, by stable name."""
     lacking: dict[str, Interest] = {}
     window = fetcher.windows.get(database)
     for plan, forms in fetcher.missing.items():
@@ -37,7 +37,7 @@ def take_brokered(
 
 
 def _rows(plan: Plan, forms: FormList, brokered: SharedChanges, window: Snapshot) -> pa.Table | None:
-    """A fragment's rows, where all that it needs is offered."""
+    """A fragment's rows, or None unless everything that it needs is offered."""
     shared, slice_ = _shared_scan(plan, forms)
     texts = {name: text for text, (name, _, _) in shared.columns.items()}
     (condition,) = shared.flags or (None,)

@@ -1,7 +1,7 @@
 """Reading fragments from PostgreSQL into Arrow, in the snapshot of the cut.
 
 Rows leave the server as CSV by COPY and are parsed by Arrow's reader, without a Python object per value. Changes are
-consolidated on arrival: what cancels out is never seen by Spark.
+consolidated on arrival, so rows that cancel out never reach Spark.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ FormList = tuple[tuple[Column, Form], ...]
 
 @dataclass
 class Fetcher(Generic[T]):
-    """Fetches the fragments of one stream table's plan; results and key sets are kept for the whole refresh."""
+    """Fetches the fragments of one stream table's plan. Results and key sets are kept for the whole refresh."""
 
     readers: Mapping[str, Reader]  # by database
-    windows: Mapping[str, Snapshot]  # the same: behind which its changes lie
+    windows: Mapping[str, Snapshot]  # by database: the snapshot since which changes are read
     medium: Medium[T]
-    joined: frozenset[str] = frozenset()  # databases that are new: the change of their tables is all rows
+    joined: frozenset[str] = frozenset()  # new members of sets: all rows of their tables are changes
     _wanted: dict[Plan, set[tuple[Column, Form]]] = field(default_factory=dict)
     _texts: dict[Plan, SqlText] = field(default_factory=dict)
     _rows: dict[Plan, T] = field(default_factory=dict)
     _tables: dict[Plan, T] = field(default_factory=dict)
 
     def want(self, plan: Plan, forms: Sequence[tuple[Column, Form]] | frozenset[tuple[Column, Form]]) -> None:
-        """Announce what will be read of a fragment, and of those its keys come from."""
+        """Announce what will be read of a fragment, and of the fragments that its keys come from."""
         known = self._wanted.setdefault(plan, set())
         known |= set(forms)
         if plan not in self._texts:
@@ -54,20 +54,20 @@ class Fetcher(Generic[T]):
 
     @property
     def databases(self) -> frozenset[str]:
-        """Those that something is wanted of."""
+        """The databases from which something will be read."""
         return frozenset(database_of(plan) for plan in self._wanted)
 
     @property
     def missing(self) -> dict[Plan, FormList]:
-        """What is wanted and not yet read."""
+        """The fragments that were announced and not yet read, with the forms to read."""
         return {plan: _unique(forms) for plan, forms in self._wanted.items() if plan not in self._rows}
 
     def put(self, plan: Plan, rows: T) -> None:
-        """Rows of a fragment that were read elsewhere."""
+        """Store rows of a fragment that were read in another way."""
         self._rows[plan] = rows
 
     def table(self, plan: Plan) -> T:
-        """The fragment's rows: its wanted forms and weights, consolidated."""
+        """The fragment's rows, with the announced forms and weights; changes are consolidated."""
         if plan not in self._tables:
             table = self._raw(plan)
             if any(scan.version is Version.DELTA for scan in scans_of(plan)):
@@ -76,7 +76,7 @@ class Fetcher(Generic[T]):
         return self._tables[plan]
 
     def _raw(self, plan: Plan) -> T:
-        """The rows as they came. Keys are taken from these: what cancels out in the key alone may not in the row."""
+        """The fragment's rows as read. Keys are taken from these: a key may cancel out although its rows do not."""
         if plan not in self._rows:
             self._rows[plan] = self._read(plan, _unique(self._wanted[plan]))
         return self._rows[plan]
@@ -110,7 +110,7 @@ class Fetcher(Generic[T]):
         return self.medium.read(Request(plan, schema, statement, reader))
 
     def _keys(self, key: KeyFilter) -> _Keys | None:
-        """The values that bound a lookup; None where they are not known."""
+        """The keys of a lookup; None if no fetched rows hold them."""
         origins = origins_of(key)
         if origins is None:
             return None
@@ -120,25 +120,25 @@ class Fetcher(Generic[T]):
 
 @dataclass(frozen=True)
 class _Keys:
-    """Values of a lookup, as text."""
+    """The keys of a lookup, as text."""
 
     values: list[str]
-    nulls: bool  # and NULL
+    nulls: bool  # NULL is a key too
 
 
 def _condition(key: KeyFilter, keys: _Keys | None) -> sql.Composable | None:
-    """The bound as a condition; None where no key is left."""
+    """The condition of a lookup; None if there are no keys."""
     if keys is None:
         return sql.SQL("true")
     name = sql.Identifier(key.column.id)
     parts: list[sql.Composable] = []
     if keys.values:
-        # Of the type and the collation that they have where they come from: a cast to those of this column may lose what
-        # tells them apart, or fail.
+        # Keep the type and the collation of the keys' origin: a cast to those of this column may fail, or make
+        # different keys equal.
         type_ = key.origin_column.type
         values = sql.Literal(keys.values)
         equals = sql.SQL(type_.equals)
-        # An array of arrays is one array of more dimensions to PostgreSQL.
+        # To PostgreSQL, an array of arrays is one array with more dimensions.
         if type_.is_array:
             found = sql.SQL("(SELECT {} FROM unnest({}::text[]) AS v)").format(sql.SQL(type_.from_text("v")), values)
         elif not type_.is_built_in:
@@ -159,7 +159,7 @@ def _condition(key: KeyFilter, keys: _Keys | None) -> sql.Composable | None:
 def _few_shards(
     plan: Plan, reader: Reader, keys: Mapping[str, tuple[KeyFilter, _Keys | None]]
 ) -> dict[str, sql.Composable]:
-    """A lookup by the column that a table is distributed by, in the shards that can have its rows; the holes that change."""
+    """Placeholders for a lookup by distribution column, which reads only the shards that can hold the keys."""
     if not reader.shards or not is_chain(plan):
         return {}
     (scan,) = scans_of(plan)
@@ -171,25 +171,25 @@ def _few_shards(
     for name, (key, found) in keys.items():
         if found is None or key.column.type.is_array or named.get(key.column.id) != shards.column:
             continue
-        if key.column.type != key.origin_column.type:  # equal values of two types may have different hashes
+        if key.column.type != key.origin_column.type:  # equal values of different types may have different hashes
             continue
         with errors_naming(reader.database), reader.conn.transaction():
-            set_local(reader.conn, reader.settings)  # the keys were printed under these
+            set_local(reader.conn, reader.settings)  # the keys were printed under these settings
             few = {hole: shards.holding(reader.conn, key.column.type.name, found.values)}
-        # Of an earlier version changes are undone, those of other keys too.
+        # An older version is computed by undoing changes, also those of other keys: there the key condition stays.
         return few | ({name: sql.SQL("true")} if scan.version is Version.NEW else {})
     return {}
 
 
 def database_of(plan: Plan) -> str:
-    """The one database whose tables a fragment reads; its own, where it reads none."""
+    """The database whose tables a fragment reads; empty for the home database, or if it reads no table."""
     names = databases_of(plan)
     assert len(names) < 2, f"a fragment over {sorted(names)}"
     return next(iter(names), "")
 
 
 def _unique(forms: Iterable[tuple[Column, Form]]) -> FormList:
-    """Each form once, in an order of their own."""
+    """The forms without duplicates, in a fixed order."""
     ordered = sorted(forms, key=lambda pair: form_name(*pair))
     return tuple({form_name(column, form): (column, form) for column, form in ordered}.values())
 
@@ -200,7 +200,7 @@ def schema_of(forms: FormList) -> pa.Schema:
 
 
 def arrow_type(type_: PgType, form: Form) -> pa.DataType:
-    """Arrow's type for a form in flight."""
+    """The Arrow type in which a form is fetched."""
     kind = form_type(type_, form)
     types: Mapping[str, pa.DataType] = {"text": pa.string(), "boolean": pa.bool_(), "bigint": pa.int64()}
     if kind == "numeric":

@@ -1,8 +1,8 @@
-"""Reading many changes in a process beside the service.
+"""Reading large numbers of changes in helper processes of the service.
 
-Python takes the rows of a COPY one at a time and lets no other thread run meanwhile: a million of them would hold up every
-other refresh of the service for seconds. The process beside it reads in the snapshot that the cut exported, and hands over
-an Arrow table. Orders come on its standard input and answers leave on its standard output, both pickled.
+Python reads the rows of a COPY one at a time, and no other thread runs meanwhile: a million rows would block all other
+refreshes of the service for seconds. A helper process reads in the snapshot that the cut exported, and returns an Arrow
+table. It gets its orders on standard input and answers on standard output, both pickled.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pyarrow import ipc
 from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
 
-MANY = 8 << 20  # bytes of a change buffer from which it is worth while
-IDLE_SECONDS = 60.0  # after which a process ends
+MANY = 8 << 20  # bytes of a change buffer from which on a helper process is worthwhile
+IDLE_SECONDS = 60.0  # after which an idle helper process ends
 LIMITS = {"statement_timeout": STATEMENT_TIMEOUT, "lock_timeout": SHARED_LOCK_TIMEOUT}
 _MOST = 2
-_LOST = b""  # instead of an answer: the process is gone
+_LOST = b""  # in place of an answer, if the process is gone
 
 
 @dataclass(frozen=True)
 class Order:
-    """What to read: a statement, in the snapshot that a cut exported."""
+    """An order to read the result of a statement in the snapshot that a cut exported."""
 
     conninfo: str
     password: str | None
@@ -44,7 +44,7 @@ class Order:
 
 
 class HelperProcesses:
-    """The processes; they are started when needed, and end when the service does, however it ends."""
+    """The helper processes. They are started on demand and end with the service, even if that is killed."""
 
     def __init__(self, many: int = MANY) -> None:
         self.many = many
@@ -53,7 +53,7 @@ class HelperProcesses:
         self._idle: list[subprocess.Popen[bytes]] = []
 
     def read(self, order: Order) -> pa.Table | None:
-        """The rows; None where the process was lost, so that they have to be read here."""
+        """The rows of an order; None if no helper process could read them, so that the caller has to."""
         with self._free:
             rested = self._rested()
             answer = self._ask(rested, order) if rested is not None else _LOST
@@ -89,7 +89,7 @@ class HelperProcesses:
 
 
 def _start() -> subprocess.Popen[bytes] | None:
-    # In a session of its own: Ctrl-C is for the service, which finishes what it has begun.
+    # In a session of its own, so that Ctrl-C reaches only the service, which finishes the refreshes that it has begun.
     command = [sys.executable, "-m", "pgtrickle.refresh.fetch.helper_process"]
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
@@ -103,14 +103,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(order: Order) -> bytes:
-    """In the cut's snapshot. Who gave the order holds locks: nobody who waits for them may be waited for here."""
+    """Read in the cut's snapshot. The lock timeout is short, because the service holds the cut's locks meanwhile.
+
+    A session that waits for those locks must not be waited for here.
+    """
     with psycopg.connect(order.conninfo, password=order.password) as conn:
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
         conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
         set_local(conn, LIMITS | dict(order.settings))
         table = copy_out(conn, sql.SQL(order.statement), order.schema)
-        conn.rollback()  # nothing that an owner's code left here runs at a commit
+        conn.rollback()  # so that nothing that an owner's code has left runs at commit
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -118,7 +121,7 @@ def _read(order: Order) -> bytes:
 
 
 def _serve(orders: IO[bytes], answers: IO[bytes]) -> None:
-    """Carry out orders until there are none for a while, or nobody to give them."""
+    """Carry out orders until none has come for a while, or the service has ended."""
     while select.select([orders], [], [], IDLE_SECONDS)[0]:
         try:
             order = pickle.load(orders)
@@ -129,7 +132,7 @@ def _serve(orders: IO[bytes], answers: IO[bytes]) -> None:
         except psycopg.DataError as error:
             answer = error
         except psycopg.Error:
-            answer = None  # no connection, no lock, a snapshot that is over: it has to be read there
+            answer = None  # no connection, no lock or an expired snapshot: the service has to read it
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
         answers.flush()
 

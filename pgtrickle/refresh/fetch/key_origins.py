@@ -1,4 +1,4 @@
-"""Where the values of a key come from: the fetched rows that hold them."""
+"""Tracing the keys of a lookup to the fetched rows that hold their values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pgtrickle.query.plan import (
 
 @dataclass(frozen=True)
 class Origin:
-    """A plan over one table, and the column of it that holds the values."""
+    """A plan over one table, and the column of it that holds values of a key."""
 
     plan: Plan
     column: Column
@@ -39,7 +39,7 @@ class Origin:
 
 @lru_cache(maxsize=8192)
 def origins_of(key: KeyFilter) -> tuple[Origin, ...] | None:
-    """All places a key's values can come from; None where they are computed and only the whole state would do."""
+    """All origins of a key's values; None if the values are computed, so that the whole table must be read."""
     found = _trace(key.origin, key.origin_column)
     return None if found is None else tuple(found)
 
@@ -58,7 +58,7 @@ def _trace(plan: Plan, column: Column) -> list[Origin] | None:
             value = next(value for item, value in items if item.id == column.id)
             if isinstance(value, exp.Column):
                 return _trace(child, next(item for item in child.columns if item.id == value.name))
-            # A constant, as the NULL of the padded side of an outer join: its one value.
+            # A constant, such as the NULL on the padded side of an outer join, is the only value.
             return [Origin(Values((column,), ((value,),)), column)] if constant(value) is not None else None
         case Join(left=left, right=right):
             side = left if column.id in {item.id for item in left.columns} else right
@@ -81,7 +81,7 @@ def _trace(plan: Plan, column: Column) -> list[Origin] | None:
 
 
 def _at(plan: Plan, model: Plan, column: Column) -> list[Origin] | None:
-    """Trace the column that stands where `column` stands in the model."""
+    """Trace the column of the plan at the position that `column` has in the model."""
     position = [item.id for item in model.columns].index(column.id)
     return _trace(plan, plan.columns[position])
 

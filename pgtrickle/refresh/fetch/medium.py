@@ -1,4 +1,4 @@
-"""Where fetched rows are kept."""
+"""Media: where fetched rows are kept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Request:
-    """One fragment to read: all of it, or the part that a condition leaves; of a distributed table, one query's rows."""
+    """A fragment to read. Its statement reads all of it, or the part that a condition or a query for shards selects."""
 
     plan: Plan
     schema: pa.Schema
@@ -37,13 +37,13 @@ class Medium(Protocol[T]):
     def consolidated(self, rows: T) -> T: ...
     def count(self, rows: T) -> int: ...
     def values(self, columns: Sequence[tuple[T, str]]) -> pa.Array:
-        """The distinct values of these columns, NULL among them where there is one."""
+        """The distinct values of these columns, including NULL if there is one."""
         ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows that were read together with those of other fragments."""
+    """The slice of a shared read that makes up one fragment's rows."""
 
     whole: pa.Table  # consolidated
     slice: Slice
@@ -51,14 +51,14 @@ class Part:
 
 @dataclass(frozen=True)
 class HelperRead:
-    """A process of its own for the changes of tables that have many."""
+    """Reads the changes of tables that have many of them in a helper process."""
 
     helpers: HelperProcesses
     exported: str  # the cut's snapshot
-    many: frozenset[int]
+    many: frozenset[int]  # OIDs of the tables with many changes
 
     def read(self, medium: InMemory, request: Request, statement: str) -> pa.Table | None:
-        """The rows; None for what has to be read here."""
+        """The rows; None if the caller has to read them."""
         scans = scans_of(request.plan)
         if request.reader.database or not any(
             s.version is Version.DELTA and s.relation.oid in self.many for s in scans
@@ -71,22 +71,22 @@ class HelperRead:
 
 @dataclass
 class InMemory:
-    """Rows in the driver, as Arrow tables; what several stream tables read in one cut is read once."""
+    """Rows as Arrow tables in the driver. What several stream tables read in one cut is read once."""
 
     conn: psycopg.Connection[Any]
-    statements: list[str]  # what was sent
+    statements: list[str]  # that were sent
     settings: Mapping[str, str] = field(default_factory=dict)
-    helpers: HelperRead | None = None  # where tables have many changes
+    helpers: HelperRead | None = None  # set if tables have many changes
     _rows: dict[tuple[str, str], pa.Table] = field(default_factory=dict)  # by database and statement
     _net: dict[int, pa.Table] = field(default_factory=dict)  # consolidated, by the identity of the rows
     _parts: dict[int, Part] = field(default_factory=dict)  # by the identity of the rows, consolidated or not
 
     def part_of(self, rows: pa.Table) -> Part | None:
-        """Where rows were read together with others, what they are part of."""
+        """The shared read that these rows are a part of, if any."""
         return self._parts.get(id(rows))
 
     def cut_out(self, whole: pa.Table, slice_: Slice) -> pa.Table:
-        """One fragment's rows of those that were read together."""
+        """One fragment's rows of a shared read."""
         mine = whole.filter(whole.column(slice_.flag)) if slice_.flag is not None else whole
         rows = mine.select([*slice_.columns.values(), "w"]).rename_columns([*slice_.columns, "w"])
         self._parts[id(rows)] = Part(self.consolidated(whole), slice_)
@@ -121,7 +121,7 @@ class InMemory:
 
 
 def consolidate(table: pa.Table) -> pa.Table:
-    """Equal rows as one, with the sum of their weights; rows that cancel out are gone."""
+    """Merge equal rows, with the sum of their weights, and remove rows that cancel out."""
     names = [name for name in table.schema.names if name != "w"]
     if table.num_rows == 0:
         return table

@@ -1,4 +1,4 @@
-"""Who reads: with which connection, and with whose rights."""
+"""Readers: the connection and the rights with which fragments are read."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from pgtrickle.sites.remote.connections import errors_naming
 
 @dataclass(frozen=True)
 class Reader:
-    """Who reads: the connection of the cut, and the function that reads as the stream table's owner, if another role.
+    """The connection of the cut, and the function that reads as the stream table's owner if that is another role.
 
-    The owner has no right on change buffers, which hold all rows of their tables: where the owner's code computes of changes,
-    these are arguments of that function. What is PostgreSQL's own code, over changes alone, runs without the function.
-    In another database it reads as who connects there, under settings that have to be set there first.
+    The owner has no right on change buffers, because they hold all rows of their tables. Where the owner's code has to
+    process changes, they are passed to the function as arguments. Fragments that read only changes, and run only
+    PostgreSQL's own code, run without the function. A remote database is read with the rights of the role that connects
+    there, and the settings have to be set there first.
     """
 
     conn: psycopg.Connection[Any]
     as_owner: sql.Identifier | None = None
-    own_code: bool = True  # the query runs code that is not PostgreSQL's own
+    own_code: bool = True  # the query runs user-defined code
     database: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # of a node: what to read of distributed tables, by hole
+    shards: Mapping[str, Shards] = field(default_factory=dict)  # shards to read on a node, by placeholder
 
     def copy_out(self, statement: sql.Composable, schema: pa.Schema) -> pa.Table:
         """The rows of a query as an Arrow table of the given schema."""
@@ -52,9 +53,9 @@ class Reader:
         changes: sql.Composable,
         columns: Sequence[tuple[str, str]],
     ) -> sql.Composable:
-        """A fragment's statement, run with the rights that decide.
+        """The statement that reads a fragment, through the owner's function where that is needed.
 
-        `changes` is the condition for rows of change buffers, `columns` are names and types of what the statement gives.
+        `changes` is the condition for rows of change buffers; `columns` has the names and types of the result.
         """
         only_changes = all(scan.version is Version.DELTA for scan in scans_of(plan))
         if self.as_owner is None or (only_changes and not self.own_code):
@@ -77,7 +78,7 @@ class Reader:
 
 
 def _changes_in_place(buffer: str, condition: sql.Composable) -> sql.Composable:
-    """Rows of a change buffer where a FROM names them."""
+    """Rows of a change buffer, as the text after FROM."""
     return sql.SQL("{} WHERE {}").format(sql.Identifier(CHANGES_SCHEMA, buffer), condition)
 
 

@@ -1,4 +1,4 @@
-"""Reading the changes of a table once for all stream tables of a refresh."""
+"""Shared scans: reading the changes of a table once for all stream tables of a refresh."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pgtrickle.query.plan import Plan
 from pgtrickle.refresh.fetch.fetcher import Fetcher, FormList, arrow_type
 from pgtrickle.refresh.fetch.medium import InMemory, Request
 
-# PostgreSQL gives at most 1,664 columns.
+# Fragments in one statement, whose result can have at most 1,664 columns in PostgreSQL.
 _MOST = 100
 
 
 def read_shared_scans(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
-    """Read, for fetchers of one medium, what several fragments want of the same changes."""
+    """Read the changes that several fragments need once, for fetchers that use one medium."""
     groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, FormList]]] = {}
     for fetcher in fetchers:
         for plan, forms in fetcher.missing.items():

@@ -1,1 +1,1 @@
-"""From a stream table's query to the jobs of a refresh, kept for the next one."""
+"""Compiling a stream table's query to the jobs of a refresh. Both are cached for the next refresh."""

@@ -1,4 +1,4 @@
-"""What is known of a query, once it is compiled."""
+"""The result of compiling a query."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pgtrickle.query.plan import Relation
 
 @dataclass(frozen=True)
 class Compiled:
-    """What is known of a query: its relations, and its program or the reason why it has none."""
+    """The result of compiling a query: its view, and its program or the reason why it has none."""
 
-    shape: str  # changes when a relation or column it reads is renamed or retyped
+    shape: str  # changes when a relation or column that the query reads is renamed or retyped
     view: Relation
     program: Program | None
     reason: str | None
     fragment: str | None = None
-    functions: tuple[str, ...] = ()  # that it calls and that are not PostgreSQL's own
-    own_code: bool = True  # it may run code that is not PostgreSQL's own
+    functions: tuple[str, ...] = ()  # user-defined functions, operators and types that it uses
+    own_code: bool = True  # it may run user-defined code

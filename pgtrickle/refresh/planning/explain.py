@@ -1,4 +1,4 @@
-"""A stream table's delta plan as a tree, with what runs where and why."""
+"""The delta plan of a stream table as text: a tree that shows what runs where, and why."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _VERSIONS = {Version.NEW: "at the cut", Version.OLD: "at the frontier", Version.
 
 
 def explain_program(row: StreamTableRow, compiled: Compiled) -> str:
-    """Several lines of text for a person."""
+    """How the stream table is refreshed, and its delta plan, as text for users."""
     lines = [f"stream table {row.label}", f"refresh mode: {row.refresh_mode}"]
     program = compiled.program
     if program is None:

@@ -1,4 +1,4 @@
-"""One stream table's part in a refresh: what it reads, the Spark SQL over it, and what the apply receives."""
+"""Jobs: what a refresh reads for one stream table, the Spark SQL over it, and the delta that the apply receives."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from pgtrickle.refresh.fetch.medium import T
 if TYPE_CHECKING:
     from pgtrickle.refresh.planning.compiled import Compiled
 
-MOST_ON_SPARK = 1000  # operators of one stream table: Spark plans those of the largest change that is made in seconds
-ZERO = "^-?0([.]0*)?$"  # in whatever way it prints
+MOST_ON_SPARK = 1000  # operators of one stream table; Spark plans a change of that size within seconds
+ZERO = "^-?0([.]0*)?$"  # matches a zero in every way that it is printed
 
 
 @dataclass(frozen=True)
 class Output:
-    """The delta in Spark SQL: its weight, its values as strings, the rows behind it and what they are grouped by, if at all.
+    """The delta in Spark SQL: its weight, its values as strings, the rows below it, and what groups these, if anything.
 
-    Rows that change nothing are among them: to Spark a HAVING is a quarter of the whole cost, to Arrow it is nothing.
+    It includes rows that change nothing: filtering them with HAVING takes a quarter of Spark's whole cost, and costs
+    nothing in Arrow.
     """
 
     weight: str
@@ -61,10 +62,10 @@ class Output:
 
 @dataclass(frozen=True)
 class SharedText:
-    """A job's text as others might share it: equal for jobs that can."""
+    """What a job's Spark text depends on; jobs for which it is equal can share one text."""
 
-    output: Output | None  # None where nothing can come out
-    schemas: tuple[tuple[tuple[str, str], ...], ...] = ()  # of the tables, their columns in order of name
+    output: Output | None  # None if the result is certainly empty
+    schemas: tuple[tuple[tuple[str, str], ...], ...] = ()  # of the tables, with columns sorted by name
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class Job:
 
     plan: Plan
     forms: FormSet
-    columns: tuple[str, ...]  # of the delta behind the weight, in order
-    shape: Callable[[str], Output]  # of the plan's rows
-    stored: Fragment | None = None  # what the rows are compared with: where it is empty, there is nothing to compare
-    plain: Callable[[str], Output] | None = None
-    adds_up: bool = True  # whether it matters not if equal rows come as one
-    sums: tuple[str, ...] = ("w",)  # columns that are all zero where nothing changes
-    texts: dict[frozenset[Fragment], SharedText] = field(default_factory=dict, compare=False)  # by what is not empty
+    columns: tuple[str, ...]  # of the delta after the weight, in order
+    shape: Callable[[str], Output]  # makes the delta from the plan's rows
+    stored: Fragment | None = None  # the stored rows that the result of the query is compared with
+    plain: Callable[[str], Output] | None = None  # used in place of `shape` if `stored` is empty
+    adds_up: bool = True  # equal rows are summed above, so the job's input need not be consolidated
+    sums: tuple[str, ...] = ("w",)  # columns that are all zero in rows that change nothing
+    texts: dict[frozenset[Fragment], SharedText] = field(default_factory=dict, compare=False)  # by non-empty fragments
 
     @cached_property
     def fragments(self) -> dict[Fragment, FormSet]:
         return fragment_forms(self.plan, self.forms)
 
     def announce(self, fetcher: Fetcher[T]) -> None:
-        """Tell the fetcher all that will be read."""
+        """Announce everything that the job will read to the fetcher."""
         for fragment, forms in self.fragments.items():
             fetcher.want(fragment.plan, forms)
 
@@ -94,7 +95,7 @@ class Job:
         return {fragment: fetcher.table(fragment.plan) for fragment in self.fragments}
 
     def output(self, tables: Tables, shared: tuple[str, ...] = ()) -> Output | None:
-        """The delta over these rows, or None where nothing can come out."""
+        """The delta over these tables, or None if it is certainly empty."""
         rows = compile_spark(self.plan, self.forms, tables, shared)
         if rows is None:
             return None
@@ -104,7 +105,7 @@ class Job:
 
 
 def rows_job(plan: Plan, columns: Sequence[Column], placement: Placement) -> Job:
-    """The change of rows: each distinct row with its weight."""
+    """The job for a change of rows: each distinct row with its weight."""
     placed = Placer(placement).place(plan)
     return _rows(placed, columns)
 
@@ -125,7 +126,7 @@ def _rows(placed: Plan, columns: Sequence[Column]) -> Job:
 
 
 def additive_job(additive: AdditiveForm, change: Plan, placement: Placement) -> Job:
-    """The change of groups: rows and sums to add."""
+    """The job for a change of groups: numbers of rows and sums to add to the state."""
     keys = forms_of(additive.keys)
     values: set[tuple[Column, str]] = set()
     group = tuple(form_name(key, "text") for key in additive.keys)
@@ -141,7 +142,7 @@ def additive_job(additive: AdditiveForm, change: Plan, placement: Placement) -> 
             count_nan = f"sum(IF({nan} IS NULL, 0, w))"
         product = f"CAST({value} AS DECIMAL(38,{argument.value.type.scale or 0})) * CAST(w AS DECIMAL(10,0))"
         if argument.value.type.is_integer and argument.value.type.oid != INT8:
-            product = f"{value} * w"  # no sum of theirs leaves a bigint
+            product = f"{value} * w"  # sums of these types always fit into a bigint
         sums += [count, f"coalesce(sum({product}), 0)", count_nan]
     columns = [*(f"k{i}" for i in range(len(additive.keys))), *(name for name, _ in additive.state_columns)]
     strings = (*(form_name(key, "text") for key in additive.keys), *(f"CAST({item} AS STRING)" for item in sums))
@@ -155,14 +156,14 @@ def additive_job(additive: AdditiveForm, change: Plan, placement: Placement) -> 
 
 
 def change_job(program: Program, change: Plan, placement: Placement) -> Job:
-    """What changes of a program's sources do to it."""
+    """The job for a plan of the change of a program's result."""
     if program.additive is not None:
         return additive_job(program.additive, change, placement)
     return rows_job(change, program.core.columns, placement)
 
 
 def _largest_jobs(program: Program, placement: Placement) -> Iterator[Job]:
-    """The change where all sources changed, and the whole where Spark computes it."""
+    """The job for a change of all sources and, if Spark computes full refreshes, the job for the whole query."""
     assert program.change is not None
     yield change_job(program, program.change, placement)
     if placement == "spark":
@@ -170,23 +171,23 @@ def _largest_jobs(program: Program, placement: Placement) -> Iterator[Job]:
 
 
 def require_placeable(program: Program) -> None:
-    """Raise AcrossDatabases where a part of it can be computed nowhere: of the change, or of the whole."""
+    """Raise AcrossDatabases if some part of the change or of the whole query can be computed nowhere."""
     try:
         for job in _largest_jobs(program, "spark"):
-            _ = job.fragments  # which forms of its columns are needed shows whether Spark has them
+            _ = job.fragments  # raises if Spark lacks a form of a column that the plan needs
     except NotOnSpark as error:
         raise AcrossDatabases(str(error)) from error
 
 
 def check_cost(program: Program, placement: Placement) -> None:
-    """Raise OverBudget where a refresh may cost more to plan than it may."""
-    with suppress(AcrossDatabases, NotOnSpark):  # has a reason of its own
+    """Raise OverBudget if planning a refresh may exceed its budget."""
+    with suppress(AcrossDatabases, NotOnSpark):  # not a matter of cost; these have reasons of their own
         for job in _largest_jobs(program, placement):
             check_job(job)
 
 
 def check_job(job: Job) -> None:
-    """Raise OverBudget where Spark's text is too long, or too much for Spark to plan."""
+    """Raise OverBudget if the job's Spark text is too long, or has too many operators for Spark to plan."""
     if job.plan.operators > MOST_ON_SPARK:
         raise OverBudget(f"Spark would have to plan more than {MOST_ON_SPARK} operators")
     _ = job.fragments
@@ -194,7 +195,7 @@ def check_job(job: Job) -> None:
 
 
 def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job:
-    """The whole query against what is stored: the difference is the delta."""
+    """The job for a full refresh: the delta is the difference between the query's result and the stored rows."""
     new, columns = full_query(compiled, placement)
     is_view = isinstance(new, Scan) and new.relation is compiled.view
     placed = Fragment(new, "the whole query runs where its tables are") if is_view else Placer(placement).place(new)
@@ -211,7 +212,11 @@ def full_job(compiled: Compiled, storage: Relation, placement: Placement) -> Job
 
 
 def full_query(compiled: Compiled, placement: str) -> tuple[Plan, tuple[Column, ...]]:
-    """The query as a whole, and its columns: its own view, but for what is on Spark or can be read in parts."""
+    """A plan of the whole query, and its columns.
+
+    It is a scan of the query's view, except for `placement = spark` and for queries of one table, which can be read in
+    parts.
+    """
     program = compiled.program
     if program is not None and (placement == "spark" or is_chain(program.plan)):
         return program.plan, program.output
@@ -224,7 +229,7 @@ def _whole_view(view: Relation) -> tuple[Plan, tuple[Column, ...]]:
 
 
 def state_job(additive: AdditiveForm, placement: Placement) -> Job:
-    """All groups' state, computed anew."""
+    """The job that recomputes the state of all groups."""
     if placement == "spark":
         return additive_job(additive, additive.input, placement)
     big = PgType(20, -1, "bigint")

@@ -1,4 +1,4 @@
-"""Programs of stream tables, compiled once and kept while the query means the same."""
+"""Programs of stream tables, compiled once and cached until the meaning of the query changes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from pgtrickle.refresh.planning.jobs import Job, check_cost
 if TYPE_CHECKING:
     from pgtrickle.refresh.stream_table import StreamTableRow
 
-MOST_JOBS = 32  # kept per stream table
+MOST_JOBS = 32  # cached per stream table
 
 
 @dataclass
 class Plans:
-    """Compiled queries, kept for all engines of a database; its counts tell how often one was there already."""
+    """A cache of compiled queries and jobs for all engines of a database. `found` counts hits, `made` compilations."""
 
     compiled: dict[int, Compiled] = field(default_factory=dict)
     jobs: dict[int, dict[tuple[Any, ...], Job | OverBudget | None]] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class Plans:
         self.compiled[pgt_id] = compiled
 
     def job(self, pgt_id: int, key: tuple[Any, ...], build: Callable[[], Job | None]) -> Job | None:
-        """A job as it was built for the same key before. A query over many tables has one for each choice of them.
+        """The cached job for the key, built on first use. There may be one for each set of changed tables.
 
-        One that costs too much to plan is not planned again: that raises the same OverBudget.
+        If planning a job exceeded its budget, it is not planned again: the same OverBudget is raised.
         """
         jobs = self.jobs.setdefault(pgt_id, {})
         if key not in jobs:
@@ -69,7 +69,7 @@ class Plans:
         self.jobs.pop(pgt_id, None)
 
     def keep(self, ids: Collection[int]) -> None:
-        """Forget all others."""
+        """Forget all stream tables except these."""
         for pgt_id in [known for known in list(self.compiled) if known not in ids]:
             self.forget(pgt_id)
 
@@ -81,10 +81,10 @@ class Programs:
     conn: psycopg.Connection[Any]
     plans: Plans = field(default_factory=Plans)
     _aggregates: frozenset[str] | None = None
-    _analyst: int | None = None  # the stream table whose owner analyses, while a query is compiled
+    _analyst: int | None = None  # while a query is compiled: the stream table with whose owner's rights it is analysed
 
     def known(self, pgt_id: int) -> Compiled | None:
-        """The query as it was last compiled."""
+        """The cached compiled query, if there is one."""
         found = self.plans.compiled.get(pgt_id)
         self.plans.found += found is not None
         return found
@@ -95,16 +95,17 @@ class Programs:
         self.plans.put(row.pgt_id, replace(compiled, functions=tuple(sorted(name for (name,) in called))))
 
     def compile_stored(self, row: StreamTableRow, shape: str) -> Compiled:
-        """Analyse a stream table's query, with its owner's rights where analysing it may run the owner's code."""
+        """Compile a stream table's query, with its owner's rights if the analysis may run the owner's code."""
         placement: Placement = "spark" if row.placement == "spark" else "auto"
         return self.compile(row.view_relid, shape, placement, row.hidden, None if row.own else row.pgt_id)
 
     def compile(
         self, view: int, shape: str, placement: Placement, hidden: str | None = None, as_owner_of: int | None = None
     ) -> Compiled:
-        """Analyse the view's query. Leaves nothing behind in the database.
+        """Compile the view's query. Leaves nothing behind in the database.
 
-        `hidden` are sources that its owner may not read, behind views of others: PostgreSQL has to read through those.
+        `hidden` names sources behind views of other roles that the owner may not read directly. PostgreSQL has to read
+        these through the views.
         """
         row = self.conn.execute("SELECT pgtrickle._runs_own_code(%s::oid::regclass)", (view,)).fetchone()
         assert row is not None
@@ -165,7 +166,10 @@ class Programs:
             raise Unsupported("the coordinator computes it, not at a moment that is common to all nodes")
 
     def _check_functions(self, view: int, own: Relation) -> None:
-        """Functions that are not a matter of their arguments alone make a differential result wrong."""
+        """Raise Unsupported if the query has functions for which a differential refresh would give a wrong result.
+
+        These are functions whose results do not depend on their arguments alone, and set-returning functions.
+        """
         with self.conn.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(
                 "SELECT pgtrickle._time_dependent(%(view)s::oid::regclass) AS timed,"
@@ -188,7 +192,7 @@ class Programs:
             raise Unsupported("set-returning functions are not maintained differentially")
 
     def _prove(self, view: int, definition: str) -> None:
-        """The parsed tree, written out again and analysed by PostgreSQL, must be the same query."""
+        """Check that the parsed tree, written out again and analysed by PostgreSQL, is the same query."""
         try:
             text, used = self._canonical(parse(definition).sql(dialect="postgres"))
             if used != self._used(view):
@@ -198,7 +202,7 @@ class Programs:
             written = _comparable(text)
             if written == _comparable(definition):
                 return
-            # PostgreSQL reads its own text back with fewer parentheses: (a AND b) AND c, as BETWEEN leaves it.
+            # PostgreSQL drops parentheses when it reads its own text: those of (a AND b) AND c, as BETWEEN produces it.
             same = written == _comparable(self._canonical(definition.rstrip().rstrip(";"))[0])
         except psycopg.errors.InsufficientPrivilege:
             raise
@@ -210,7 +214,7 @@ class Programs:
             raise Unsupported("the parsed query does not mean the same to PostgreSQL")
 
     def _canonical(self, text: str) -> tuple[str, frozenset[int]]:
-        """PostgreSQL's own text of a query, and the functions and operators of users that it means."""
+        """PostgreSQL's canonical text of a query, and the user-defined functions and operators that it resolves to."""
         with self.conn.transaction(force_rollback=True):
             self._create("CREATE TEMP VIEW pgt_proof AS " + text)
             row = self.conn.execute(
@@ -220,7 +224,7 @@ class Programs:
             return str(row[0]), self._used(row[1])
 
     def _used(self, view: int) -> frozenset[int]:
-        """The functions and operators of users that a view's rule calls."""
+        """The user-defined functions and operators that a view's rule calls."""
         rows = self.conn.execute(
             "SELECT DISTINCT d.refobjid::bigint FROM pg_rewrite AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass"
             " AND d.objid = r.oid AND d.refclassid IN ('pg_proc'::regclass, 'pg_operator'::regclass) WHERE r.ev_class = %s",
@@ -229,7 +233,7 @@ class Programs:
         return frozenset(oid for (oid,) in rows)
 
     def _create(self, statement: str) -> None:
-        """Create a view. A literal of a composite type runs the checks of domains in it already when it is read."""
+        """Create a view, as the owner if needed: parsing a literal of a composite type runs checks of domains in it."""
         if self._analyst is None:
             self.conn.execute(sql.SQL(statement))
         else:
@@ -247,7 +251,7 @@ def _check_columns(program: Program) -> None:
 
 
 def _check_session_values(definition: str) -> None:
-    """CURRENT_USER and its kin are another value for the service than for who reads."""
+    """Raise Unsupported for CURRENT_USER and the like, whose value for the service is not that for the reader."""
     found = parse(definition).find(
         exp.CurrentUser, exp.SessionUser, exp.CurrentSchema, exp.CurrentRole, exp.CurrentCatalog
     )
@@ -255,7 +259,8 @@ def _check_session_values(definition: str) -> None:
         raise Unsupported(f"the query depends on who runs it: {found.sql()}")
 
 
-# Deterministic given the settings that are recorded with the stream table (TimeZone, DateStyle, lc_*, search_path).
+# STABLE functions that are deterministic under the settings recorded with the stream table (TimeZone, DateStyle, lc_*,
+# search_path).
 DETERMINISTIC_STABLE = frozenset(
     {
         "to_char", "to_date", "to_timestamp", "to_number", "date_trunc", "date_part", "extract", "timezone", "date_bin",
@@ -280,7 +285,7 @@ _NOT_TRUE = re.compile(r"\((\w[\w.\"]*) IS NOT (TRUE|FALSE)\)")
 
 
 def _comparable(definition: str) -> str:
-    """The text without differences that are known to mean nothing (each one is tested)."""
+    """The text with differences removed that are known not to matter (each of them is tested)."""
     text = definition.strip()
     text = text.replace(" IS NOT UNKNOWN", " IS NOT NULL").replace(" IS UNKNOWN", " IS NULL")
     text = _NOT_TRUE.sub(r"(NOT (\1 IS \2))", text)
