@@ -1,1 +1,1 @@
-"""Where sources live, apart from the stream table's own database."""
+"""The sites that sources are read from, apart from the home database."""

@@ -1,6 +1,6 @@
-"""What a refresh broker offers: a cut of a database that others share, with the changes that its sources had.
+"""The offers of a refresh broker: a cut of a database that consumers share, with the changes of its sources.
 
-A consumer reads under the broker's snapshot. Rows of change buffers come from the broker, everything else from the server.
+A consumer reads in the broker's snapshot. Rows of change buffers come from the broker, everything else from the server.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WEIGHT = "w"
 
 @dataclass
 class Interest:
-    """What is wanted of the changes of one source: expressions over its buffer with their types, and conditions."""
+    """What consumers need of one source's changes: expressions over its buffer with their types, and conditions."""
 
     expressions: dict[str, tuple[str, int, int]] = field(default_factory=dict)  # type, precision, scale
     conditions: set[str] = field(default_factory=set)
@@ -31,7 +31,7 @@ class Interest:
 
 
 def schema_type(kind: str, precision: int, scale: int) -> pa.DataType:
-    """Arrow's type for an expression's values in flight."""
+    """The Arrow type in which the values of an expression are sent."""
     if kind == "numeric":
         return pa.decimal128(precision, scale)
     return {"text": pa.string(), "boolean": pa.bool_(), "bigint": pa.int64()}[kind]
@@ -39,14 +39,14 @@ def schema_type(kind: str, precision: int, scale: int) -> pa.DataType:
 
 @dataclass(frozen=True)
 class SharedChanges:
-    """The changes of one source that came after `base`, as far as the offer's snapshot sees them."""
+    """The changes of one source that `base` does not see and the offer's snapshot does."""
 
     base: Snapshot
-    columns: Mapping[str, str]  # of expressions and conditions, by their text
+    columns: Mapping[str, str]  # names of the columns of expressions and conditions, by their text
     rows: pa.Table
 
     def serves(self, window: Snapshot) -> bool:
-        """Whether everything is in it that lies behind a window."""
+        """Whether all changes that a window does not see are included."""
         known = self.base.xmax, set(self.base.in_progress)
         return window.xmax >= known[0] and all(xid >= known[0] or xid in known[1] for xid in window.in_progress)
 
@@ -60,7 +60,7 @@ class SharedChanges:
         return rows.filter(mask)
 
     def changed(self, window: Snapshot) -> int:
-        """How many they are."""
+        """The number of rows that a window does not see."""
         return int(self.behind(window, ()).num_rows)
 
 
@@ -70,22 +70,22 @@ class SharedCut:
 
     number: int
     node: str
-    snapshot: str  # under which others can read, while the broker holds it
-    locked: frozenset[int]  # tables that it keeps from being rewritten meanwhile
+    snapshot: str  # exported; others can import it while the broker's transaction is open
+    locked: frozenset[int]  # tables that the broker has locked, so that they are not rewritten meanwhile
     settings: Mapping[str, str]
     sources: Mapping[str, SharedChanges]  # by stable name
 
     def of(self, stable_name: str, window: Snapshot) -> SharedChanges | None:
-        """The changes of a source, if everything is among them that lies behind a window."""
+        """The changes of a source, if they include all that a window does not see."""
         brokered = self.sources.get(stable_name)
         return brokered if brokered is not None and brokered.serves(window) else None
 
 
 class Brokers(Protocol):
-    """How an engine gets at the broker of a database."""
+    """The interface through which an engine uses the brokers of databases."""
 
     def shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
-        """A cut that none of these consumers has used yet; None where it must be taken here."""
+        """A broker's cut that none of these consumers has used yet; None if the engine must take its own."""
         ...
 
     def want(
@@ -97,5 +97,5 @@ class Brokers(Protocol):
         wanted: Mapping[str, Interest],
         settings: Mapping[str, str],
     ) -> None:
-        """Let the broker read this too, from its next cut on."""
+        """Register what the broker is to read too, from its next cut on."""
         ...

@@ -1,4 +1,4 @@
-"""One table in many databases: which databases belong to a set, and what stands here for a table of all of them."""
+"""Database sets: their members, and the stand-in tables for tables that all members have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pgtrickle.sites.remote.databases import NotThereError, RemoteDatabases
 
 @dataclass
 class Sets:
-    """The sets of databases that one database knows."""
+    """The database sets that are registered in one database."""
 
     remote: RemoteDatabases
 
     def import_table(self, name: str, table: str) -> None:
-        """Make a table known here, of a registered database or of all members of a set."""
+        """Create the stand-in for a table of a registered database, or of all members of a set."""
         row = self.remote.home.execute(
             "SELECT pgtrickle._is_set(%s), ARRAY(SELECT pgtrickle._members_of(%s))", (name, name)
         ).fetchone()
@@ -33,7 +33,7 @@ class Sets:
             self._stand_in(name, table, members)
 
     def update_members(self) -> None:
-        """Let databases join the sets that they belong to, and leave those that they do not. What cannot join is told."""
+        """Let databases join the sets that they belong to and leave the others; record why a database cannot join."""
         for known in registered_sets(self.remote.home):
             problems: list[str] = []
             if known.server is not None:
@@ -58,7 +58,10 @@ class Sets:
         return next((one for one in registered_sets(self.remote.home) if one.name == name), None)
 
     def _require_table(self, member: str, table: str) -> None:
-        """Nothing for one that is there already: it stays a member, reachable or not."""
+        """Import the member's table, and raise an error if it cannot be read or captured.
+
+        Does nothing if it is already imported: the member then stays one, even if it cannot be reached.
+        """
         row = self.remote.home.execute(
             "SELECT FROM pgtrickle.pgt_foreign_tables"
             " WHERE database = %s AND format('%%I.%%I', source_schema, source_name) = %s",
@@ -80,7 +83,10 @@ class Sets:
             )
 
     def _let_join(self, known: DatabaseSet, table: str, able: list[str]) -> list[str]:
-        """All at once where they fit together; else those that are in, and of the others each that fits."""
+        """Set which members have a part in a table of the set; return why others cannot.
+
+        They are the present members that are able, and each new one whose table fits.
+        """
         behind = self.remote.home.execute(
             "SELECT m.database FROM pgtrickle.pgt_shards m JOIN pgtrickle.pgt_sharded_tables t USING (relid)"
             " WHERE t.database_set = %s AND format('%%I.%%I', t.source_schema, t.source_name) = %s",
@@ -112,7 +118,7 @@ class Sets:
         pass_gate(home, "stand_in_for_all", database_set=name, schema=schema, name=relation, members=list(members))
 
     def _discover(self, known: DatabaseSet) -> list[str]:
-        """Register the databases of the set's server whose names fit its pattern; forget those that it has no more."""
+        """Register the databases on the set's server that match its pattern, and remove those that no longer exist."""
         assert known.server is not None
         problems = []
         pattern = self.remote.home.execute("SELECT pgtrickle._like(%s)", (known.pattern,)).fetchone()

@@ -1,1 +1,1 @@
-"""Citus: the nodes of a cluster, and the parts of distributed tables on them."""
+"""Citus: the nodes of a cluster, and the shards of distributed tables on them."""

@@ -1,7 +1,7 @@
-"""Citus: the nodes of a cluster as databases of one set, and cuts of all of them at one moment.
+"""Citus: the nodes of a cluster as members of one database set, and cuts of all nodes at one point in time.
 
-A distributed table is read as one table in many databases: its rows on each node are those of the shards there, and its
-changes those in the node's own buffer. No transaction of several nodes is ever cut in half: see Barrier.
+A distributed table is read as one table in many databases: on each node, its rows are those of the shards there, and
+its changes are those in the node's buffer. A cut never shows half of a transaction that spans nodes: see Barrier.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COORDINATOR = "@coordinator"
 BARRIER_LOCK_TIMEOUT = "300ms"
 ATTEMPTS = 10
-# What waits on a node to be committed, by somebody at work or because a crash left it.
+# Prepared transactions on a node: they are being committed just now, or were left by a crash.
 PREPARED = (
     "SELECT coalesce(string_agg(gid, ' '), '') FROM pg_prepared_xacts"
     " WHERE database = current_database() AND gid LIKE 'citus\\_%'"
@@ -36,10 +36,11 @@ PREPARED = (
 
 @dataclass
 class Barrier:
-    """Keeps transactions of several nodes from ending while all nodes are cut: each is seen on all of them, or on none.
+    """Keeps transactions that span nodes from committing while all nodes are cut: each is seen on all nodes or on none.
 
-    Who commits on several nodes takes a lock on pg_dist_transaction before the first PREPARE, and keeps it until all have
-    committed. Who waits for it holds up all who come after: so nobody waits long.
+    A transaction that commits on several nodes takes a lock on pg_dist_transaction before the first PREPARE, and keeps
+    it until all nodes have committed. The barrier takes a conflicting lock. A session that waits for it makes all later
+    ones wait too, so the lock timeouts are short.
     """
 
     connections: Connections
@@ -47,7 +48,7 @@ class Barrier:
 
     @contextmanager
     def raised(self, home: psycopg.Connection[Any], nodes: Mapping[str, str]) -> Iterator[None]:
-        """Over the coordinator and these nodes, by their DSNs, until it is lifted, at the end of the block at the latest."""
+        """Raise the barrier on the coordinator and the nodes (DSNs by name) until `lift()` or the end of the block."""
         with ExitStack() as stack:
             everywhere = {COORDINATOR: dsn_from(home, COORDINATOR, "")} | dict(nodes)
             conns = {name: stack.enter_context(self.connections.open(name, dsn)) for name, dsn in everywhere.items()}
@@ -75,14 +76,15 @@ class Barrier:
             except psycopg.errors.LockNotAvailable:
                 pass
             self.lift()
-            time.sleep(random.uniform(0.5, 1.0) * 0.05 * 2 ** min(attempt, 5))  # others want it too
+            # Randomized, because other processes may try to raise the barrier too.
+            time.sleep(random.uniform(0.5, 1.0) * 0.05 * 2 ** min(attempt, 5))
         raise SourceLockedError(
             "transactions of several nodes did not end, or wait in pg_prepared_xacts to be recovered",
             "A service tries again by itself; Citus recovers what a crash left every citus.recover_2pc_interval.",
         )
 
     def _try(self, conns: Mapping[str, psycopg.Connection[Any]]) -> bool:
-        """In the same order for all who do this; False where a crash left a transaction half committed."""
+        """Lock all nodes, in an order that is always the same; False if a crash left a transaction half committed."""
         for name, conn in conns.items():
             with errors_naming(name):
                 conn.execute("BEGIN")
@@ -100,7 +102,7 @@ class Barrier:
 
 @dataclass
 class Cluster:
-    """The cluster that a database coordinates, if there is one."""
+    """The Citus cluster of which the home database is the coordinator, if it is one."""
 
     remote: RemoteDatabases
 
@@ -109,7 +111,7 @@ class Cluster:
         return self.remote.home
 
     def distributed(self, view: int, refresh_mode: str) -> list[int]:
-        """The distributed tables that a view reads, and that are to be read from their nodes."""
+        """The distributed tables of a view that have to be read from their nodes."""
         rows = self.home.execute(
             "SELECT relation::oid::bigint FROM pgtrickle._sources(%s::oid::regclass)"
             " WHERE pgtrickle._is_distributed(relation)"
@@ -119,7 +121,7 @@ class Cluster:
         return [row[0] for row in rows]
 
     def spread(self, tables: Sequence[int]) -> None:
-        """Let every node capture the changes of distributed tables, and read them from there."""
+        """Set up capture of distributed tables on every node, and read the tables from there from now on."""
         if not tables:
             return
         nodes = self._register_nodes()
@@ -137,7 +139,8 @@ class Cluster:
                     f"changes of the distributed table {label} cannot be captured: {problem[0]}", problem[1]
                 )
             self._fit(table)
-            # Whose buffer is read on a node is for administrators to say. For others the service does it before it reads.
+            # Only administrators decide which buffers are read on a node. For others, the service does this before
+            # it reads.
             for name in nodes.values() if administers else ():
                 self.remote.import_table(name, label)
             pass_gate(self.home, "spread", source=table)
@@ -145,7 +148,7 @@ class Cluster:
             self.home.execute("SELECT pgtrickle._forget_nodes()")
 
     def follow(self, ids: Sequence[int]) -> dict[int, list[int]]:
-        """Bind stream tables anew whose tables were distributed, or no longer are; gives the tables that Citus has of these."""
+        """Bind stream tables again whose sources have changed placement; return their sources that Citus manages."""
         found: dict[int, list[int]] = {}
         rows = self.home.execute(
             "SELECT id, relation::oid::bigint, pgtrickle._is_distributed(relation)"
@@ -168,12 +171,12 @@ class Cluster:
         return [row[0] for row in rows]
 
     def finish(self, pgt_id: int) -> None:
-        """Once the triggers are there: those that Citus does not send to shards."""
+        """Create the triggers on shards that Citus does not create, after it has created the others."""
         for table in self.behind(pgt_id):
             self._fit(table)
 
     def update_nodes(self) -> bool:
-        """Have nodes that came since capture what they will get, and forget those that left; whether there were any."""
+        """Set up capture on added nodes, and forget removed ones; return whether there were any."""
         rows = self.home.execute("SELECT relid::oid::bigint FROM pgtrickle._unsettled_tables() AS relid").fetchall()
         self.spread([relid for (relid,) in rows])
         if not rows:
@@ -181,7 +184,7 @@ class Cluster:
         return bool(rows)
 
     def tidy(self) -> None:
-        """What was prepared for a stream table that there is not, on nodes that can be reached."""
+        """Remove capture that no stream table needs from the nodes that can be reached."""
         if not is_administrator(self.home):
             return  # the service does it
         rows = self.home.execute("SELECT name FROM pgtrickle._unused_nodes() AS name").fetchall()
@@ -190,7 +193,7 @@ class Cluster:
                 self.remote.ask(name, "SELECT pgtrickle._untrack_unused()", ())
 
     def install(self) -> None:
-        """A catalog of its own for every node: capture is theirs."""
+        """Install a catalog on every node, because each node captures its own changes."""
         row = self.home.execute("SELECT pgtrickle._has_citus() AND pgtrickle._citus_group() = 0").fetchone()
         if row != (True,):
             return
@@ -200,7 +203,7 @@ class Cluster:
             self._fit(table)
 
     def uninstall(self) -> None:
-        """Of all nodes that the cluster has, or of none."""
+        """Remove the catalogs of all nodes of the cluster. If some node cannot be reached, none is removed."""
         rows = self.home.execute(
             "SELECT k.name, k.dsn FROM pgtrickle.pgt_usable_databases k"
             " JOIN pgtrickle._citus_nodes() n ON pgtrickle._node_name(n.groupid) = k.name"
@@ -216,7 +219,7 @@ class Cluster:
                         uninstall(conn)
 
     def _register_nodes(self) -> dict[int, str]:
-        """Make the nodes known here, with a catalog of their own; gives their names by their groups."""
+        """Register the nodes, and install a catalog on each; return their names by group."""
         rows = self.home.execute(
             "SELECT n.groupid, pgtrickle._node_name(n.groupid), format('host=%s port=%s', n.host, n.port), d.dsn"
             " FROM pgtrickle._citus_nodes() n"
@@ -226,7 +229,7 @@ class Cluster:
         role = self.home.execute("SELECT pgtrickle._service_role()").fetchone()
         assert role is not None
         if not is_administrator(self.home):
-            return {group: name for group, name, _, _ in rows}  # the service makes them known
+            return {group: name for group, name, _, _ in rows}  # the service registers them
         for group, name, dsn, known in rows:
             with self.remote.connections.open(name, dsn_from(self.home, name, dsn)) as conn, errors_naming(name):
                 if not _is_served_by(conn, role[0]):
@@ -239,7 +242,7 @@ class Cluster:
         return {group: name for group, name, _, _ in rows}
 
     def _fit(self, table: int) -> None:
-        """Have the nodes capture a table: with our own rights, or those of an owner of a stream table that reads it."""
+        """Set up capture of a table on the nodes, as the current role or as the owner of a stream table on it."""
         row = self.home.execute(
             "SELECT has_table_privilege(%s::oid, 'TRIGGER'), (SELECT min(d.pgt_id) FROM pgtrickle.pgt_dependencies d"
             " WHERE %s::oid IN (d.source_relid, d.through))",
@@ -257,7 +260,7 @@ class Cluster:
 
 
 def _is_served_by(conn: psycopg.Connection[Any], role: str) -> bool:
-    """Whether a node has this release's catalog, and no other login than this one has the service's rights there."""
+    """Whether a node has this release's catalog, with `role` as its service role."""
     if installed_version(conn) != latest_version():
         return False
     return conn.execute("SELECT pgtrickle._service_role()").fetchone() == (role,)

@@ -1,4 +1,4 @@
-"""The part of a distributed table that is on one node."""
+"""The shards of a distributed table on one node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg import sql
 
 from pgtrickle.catalog.analysis import load_query
 
-# What is where: the hashes are Citus's own, of the values as the column has them.
+# The shards that can hold some values. The hashes are Citus's own, of the values in the column's type.
 _HOLDERS = (
     "SELECT s.number, array_agg(k.text ORDER BY k.text)"
     " FROM unnest({}::text[]) AS k(text)"
@@ -22,17 +22,17 @@ _HOLDERS = (
 
 @dataclass(frozen=True)
 class Shards:
-    """What a node has of a distributed table, at its cut."""
+    """The shards of a distributed table that a node has at its cut."""
 
     names: tuple[str, ...]  # quoted, with schema
     query: str  # for the rows of all of them
-    column: str | None = None  # whose hash tells in which of them a row is, where one does
-    lowest: tuple[int, ...] = ()  # hash in each
+    column: str | None = None  # the column whose hash determines the shard of a row, if there is one
+    lowest: tuple[int, ...] = ()  # hash in each shard
     highest: tuple[int, ...] = ()
-    relids: tuple[int | None, ...] = ()  # what the names stood for; None for what is younger than the cut
+    relids: tuple[int | None, ...] = ()  # OIDs behind the names; None for a table that is newer than the cut
 
     def holding(self, conn: psycopg.Connection[Any], type_: str, values: Sequence[str]) -> sql.Composable:
-        """A query for the rows with these values in that column: shards that can have none are left alone."""
+        """A query for the rows with these values in `column`, which reads only shards that can have some."""
         assert self.column is not None
         kind = sql.SQL(type_)
         asked = sql.SQL(_HOLDERS).format(
@@ -48,7 +48,7 @@ class Shards:
 
 
 def shards_here(conn: psycopg.Connection[Any], tables: Collection[int]) -> dict[int, Shards]:
-    """What a node has of distributed tables, by their OIDs there."""
+    """The shards of distributed tables that a node has, by the tables' OIDs there."""
     if not tables:
         return {}
     rows = conn.execute(load_query("shards_here"), {"tables": sorted(tables)}).fetchall()

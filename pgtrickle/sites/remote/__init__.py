@@ -1,1 +1,1 @@
-"""Other databases: connections, subscriptions and cuts."""
+"""Remote databases: connections, subscriptions and cuts."""

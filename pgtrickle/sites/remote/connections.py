@@ -1,4 +1,4 @@
-"""Reaching other databases: connections that are kept for a while, and errors that say which database they are of."""
+"""Connections to remote databases, which are kept for a while, and errors with the database's name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pgtrickle.errors import DatabaseFailedError, PgtrickleError, UntrustedCatal
 from pgtrickle.postgres.connection import connect_with_rights, limit_waits
 
 IDLE_SECONDS = 60.0
-RESTED_SECONDS = 0.5  # after which a connection is asked whether it still is one
+RESTED_SECONDS = 0.5  # idle time after which a connection is tested with a round trip before it is used
 RETRY_SECONDS = 5.0  # after a database could not be reached
-# Of statements outside of cuts: whoever locks a table there shall not keep the service from other databases.
+# For statements outside of cuts, so that a lock in one database does not keep the service from others.
 REMOTE_LOCK_TIMEOUT, REMOTE_STATEMENT_TIMEOUT = "10s", "10min"
 _DISCOVERED = "pgtrickle set"
 _GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, cannot_connect_now
@@ -31,14 +31,14 @@ _GOING_DOWN = ("57P01", "57P02", "57P03")  # admin_shutdown, crash_shutdown, can
 
 @dataclass(frozen=True)
 class Kept:
-    """Who still reads a database, of those from one home: consumers and tables."""
+    """The consumers of one home database that still read a database, each with the OID of a table there."""
 
     home: str
     consumers: tuple[tuple[str, int], ...]
 
 
 def discovered(server: str, database: str) -> str:
-    """The DSN of a database that a set's pattern found on its server. It says so: such a database may be anybody's."""
+    """The DSN of a database that was found by a set's pattern. It is marked, because any role may own that database."""
     return make_conninfo(server, dbname=database, fallback_application_name=_DISCOVERED)
 
 
@@ -47,7 +47,7 @@ def is_discovered(dsn: str) -> bool:
 
 
 def dsn_from(home: psycopg.Connection[Any], name: str, dsn: str) -> str:
-    """How a registered database is reached. A node of the cluster is reached as its coordinator is, but for the address."""
+    """The DSN to connect to a registered database; for a Citus node, the coordinator's with the node's address."""
     if not is_node(name):
         return dsn
     known = {name: value for name, value in home.info.get_parameters().items() if name != "hostaddr"}
@@ -58,19 +58,20 @@ def dsn_from(home: psycopg.Connection[Any], name: str, dsn: str) -> str:
 
 @dataclass
 class Connections:
-    """Connections to other databases, kept for a while. For all threads."""
+    """Connections to remote databases, which are kept for a while. Safe to use from several threads."""
 
-    trusted_owners: frozenset[str] = frozenset()  # roles whose catalogs are used, besides those that Trust has
-    dsn_policy: DsnPolicy | None = None  # what DSNs may take from this machine; anything, if None
+    trusted_owners: frozenset[str] = frozenset()  # roles whose catalogs are used, besides those that Trust allows
+    dsn_policy: DsnPolicy | None = None  # limits what DSNs may use on this machine; None for no limits
     _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
-    looks: dict[tuple[str, str], str] = field(default_factory=dict)  # by database and consumer, at its last refresh
+    # The state of set members at a consumer's last refresh, as of _look(), by DSN and consumer.
+    looks: dict[tuple[str, str], str] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
     _ended: bool = False
 
     @contextmanager
     def open(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
-        """A connection, not in a transaction; kept for the next one if it still is of use."""
+        """A connection that is not in a transaction. It is kept for reuse if it is still usable afterwards."""
         conn = self._take(dsn) or self._connect(name, dsn, self._trust(dsn))
         try:
             yield conn
@@ -79,16 +80,23 @@ class Connections:
 
     @contextmanager
     def open_server(self, name: str, dsn: str) -> Iterator[psycopg.Connection[Any]]:
-        """A connection to look at the server's own catalogs; whose pgtrickle that database has is not asked. Not kept."""
+        """A connection for reading the server's own catalogs, which is not kept.
+
+        The owner of a pgtrickle catalog in that database is not checked.
+        """
         with self._connect(name, dsn, None) as conn:
             yield conn
 
     def _trust(self, dsn: str) -> Trust:
-        """Who registers a database by its name trusts its owner; a pattern fits databases of anybody who can create one."""
+        """The owners of catalogs that are trusted in a database.
+
+        Registering a database by name means trusting its owner. One that was found by a pattern may belong to any role
+        that can create databases.
+        """
         return Trust(self.trusted_owners, database_owner=not is_discovered(dsn))
 
     def keep_only(self, name: str, dsn: str, kept: Kept) -> None:
-        """Tell a database that of the stream tables of one home only these still read it."""
+        """Remove all consumers of one home database except these from a database."""
         with errors_naming(name), self.open(name, dsn) as conn:
             conn.execute(
                 "SELECT pgtrickle._keep_consumers(%s, %s::text[], %s::bigint[])",
@@ -99,13 +107,13 @@ class Connections:
         self.close_idle(0)
 
     def end(self) -> None:
-        """Close them all; those in use when they are given back."""
+        """Close all connections; those in use are closed when they are returned."""
         with self._lock:
             self._ended = True
         self.close()
 
     def close_idle_to(self, dsn: str) -> None:
-        """Close connections to one database that are not in use."""
+        """Close the idle connections to one database."""
         with self._lock:
             idle = self._idle.pop(dsn, [])
         for _, conn in idle:
@@ -118,7 +126,7 @@ class Connections:
                 if not self._idle[dsn]:
                     return None
                 since, conn = self._idle[dsn].pop()
-            # Not under the lock: a machine that vanished does not answer, and others wait for nobody.
+            # Not under the lock: a machine that has vanished does not answer, and other threads must not wait for it.
             if (time.monotonic() - since < RESTED_SECONDS and _quiet(conn)) or _alive(conn):
                 return conn
 
@@ -127,7 +135,7 @@ class Connections:
             failed = self._failed.get(dsn)
         if failed is not None and time.monotonic() - failed[0] < RETRY_SECONDS:
             raise failed[1]
-        policy = self.dsn_policy if not is_node(name) else None  # nodes have the home's own DSN
+        policy = self.dsn_policy if not is_node(name) else None  # the DSN of a node comes from the home connection
         try:
             conn = connect_with_rights(reachable(name, dsn, policy=policy), trust, application_name="pgtrickle reader")
             limit_waits(conn, REMOTE_LOCK_TIMEOUT, REMOTE_STATEMENT_TIMEOUT)
@@ -155,7 +163,7 @@ class Connections:
         conn.close()
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
-        """Close connections that were not needed for a while."""
+        """Close connections that have been idle for so many seconds."""
         with self._lock:
             for kept in self._idle.values():
                 for item in [item for item in kept if time.monotonic() - item[0] >= seconds]:
@@ -165,7 +173,7 @@ class Connections:
 
 @contextmanager
 def errors_naming(database: str) -> Iterator[None]:
-    """A connection that is lost, or what a server says that goes down, is told with the database's name."""
+    """Re-raise errors of lost connections and of servers that shut down with the database's name."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -177,14 +185,14 @@ def errors_naming(database: str) -> Iterator[None]:
 
 
 def _quiet(conn: psycopg.Connection[Any]) -> bool:
-    """Whether nothing was heard from the other side meanwhile: a server that goes down says so, or hangs up."""
+    """Whether the server has sent nothing meanwhile: one that shuts down sends an error or closes the connection."""
     heard = select.poll()
     heard.register(conn.fileno(), select.POLLIN)
     return not heard.poll(0)
 
 
 def _alive(conn: psycopg.Connection[Any]) -> bool:
-    """Whether a connection that rested was not closed from the other side meanwhile."""
+    """Whether an idle connection was not closed by the server meanwhile."""
     try:
         conn.execute("")
     except psycopg.OperationalError:

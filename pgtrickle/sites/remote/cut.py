@@ -1,4 +1,4 @@
-"""Cuts of other databases: one consistent state of each, with what they keep there for the stream tables that read them."""
+"""Cuts of remote databases: one consistent snapshot of each, with what it stores for the stream tables that read it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from pgtrickle.sites.citus.shards import Shards, shards_here
 
 @dataclass(frozen=True)
 class ForeignSource:
-    """A table of another database that a stream table reads, as it is known here."""
+    """A table of a remote database that a stream table reads, as the home database has it."""
 
     pgt_id: int
     database: str
-    relid: int  # of what stands for it here
-    there: int  # its own
-    node: str  # of the database that has it
+    relid: int  # OID of its stand-in in the home database
+    there: int  # OID in its own database
+    node: str  # of the database that it is in
     schema: str
     name: str
     shape: str
-    shard: bool  # it is read as the table of a member of a set
-    resolved: bool  # what stands for it is a foreign table of postgres_fdw
-    redirected: bool  # which points elsewhere now
+    shard: bool  # it is the table of a set member
+    resolved: bool  # its stand-in is a foreign table of postgres_fdw
+    redirected: bool  # that foreign table points to another table by now
     consumer: str
     label: str
     columns: list[int]
@@ -42,7 +42,7 @@ class ForeignSource:
 
 @dataclass(frozen=True)
 class Consumed:
-    """The same as its own database has it at the cut."""
+    """Such a table as its own database has it at the cut, for one consumer."""
 
     consumer: str
     relid: int
@@ -57,17 +57,17 @@ class Consumed:
 
 @dataclass(frozen=True)
 class RemoteCut:
-    """One consistent state of another database."""
+    """One consistent snapshot of a remote database."""
 
     database: str
     conn: psycopg.Connection[Any]
     node: str
     snapshot: Snapshot
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
-    incarnation: str  # of its server
+    incarnation: str  # of its server; changes with every restart and crash
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a node, by table
-    looks: Mapping[str, str] = field(default_factory=dict)  # what it was like, for consumers of shards
-    shared_cut: SharedCut | None = None  # of a broker, whose cut it is
+    looks: Mapping[str, str] = field(default_factory=dict)  # of a set member: its state as of _look(), by consumer
+    shared_cut: SharedCut | None = None  # the broker's cut whose snapshot this is
     proof: str = field(default_factory=lambda: str(uuid4()))
 
 
@@ -78,10 +78,11 @@ def take_brokered_cut(
     shared_cut: SharedCut,
     proofs: Mapping[str, str],
 ) -> RemoteCut | None:
-    """A cut under the broker's snapshot; None where that cannot be: it is over, or older than what a consumer has stored.
+    """A cut in the broker's snapshot; None if that has ended, or is older than what a consumer has stored.
 
-    The broker locked what is read here before it took its snapshot. While it holds both, our locks join its locks. What a
-    consumer proved after its last cut tells that this one is later.
+    The broker locked the tables that are read before it took its snapshot, and still holds both when this cut gets its
+    own locks. The proof that a consumer committed after its last cut must be visible, which shows that the snapshot is
+    newer.
     """
     if is_pooled(conn) or not {source.there for source in sources} <= shared_cut.locked:
         return None
@@ -109,7 +110,7 @@ def take_remote_cut(
     snapshot: str | None = None,
     locked: Sequence[str] = (),
 ) -> RemoteCut:
-    """Lock what is read, of a node its shards, then take the snapshot, or another's."""
+    """Lock the tables that are read, or on a node their shards, then take a snapshot or import the given one."""
     timeout = HURRIED_LOCK_TIMEOUT if is_node(database) else SHARED_LOCK_TIMEOUT
     conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
     conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
@@ -127,7 +128,7 @@ def take_remote_cut(
             "A service tries again by itself.",
         ) from error
     except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName):
-        pass  # renamed or dropped: its shape tells
+        pass  # renamed or dropped, which shows when shapes are compared
     if snapshot is not None:
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
     row = conn.execute(
@@ -158,13 +159,13 @@ def take_remote_cut(
 
 
 def shards_on(conn: psycopg.Connection[Any], sources: Sequence[ForeignSource]) -> list[str]:
-    """The shards of these tables that a node has now."""
+    """The names of the shards of these tables that a node has now."""
     shards = shards_here(conn, {source.there for source in sources})
     return [name for one in shards.values() for name in one.names]
 
 
 def end_cut(conn: psycopg.Connection[Any]) -> None:
-    """The cut is over. Where the connection is lost, so is the cut."""
+    """End a cut. If the connection is lost, the cut has ended with it."""
     try:
         conn.execute("ROLLBACK")
     except psycopg.Error:

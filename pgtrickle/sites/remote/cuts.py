@@ -1,4 +1,4 @@
-"""Cuts of all other databases that some stream tables read: each at one moment, nodes of a cluster all at the same."""
+"""Cuts of all remote databases that some stream tables read. All nodes of a cluster are cut at one point in time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 V = TypeVar("V")
 BROKERED_CUTS = 2
-AT_ONCE = 8  # databases that are asked at the same time
+AT_ONCE = 8  # databases that are queried concurrently
 
 
 @dataclass
 class RemoteCuts:
-    """Takes them, and has what is new there captured before."""
+    """Takes cuts of remote databases. Capture of new members of sets is set up before."""
 
     remote: RemoteDatabases
 
@@ -40,9 +40,10 @@ class RemoteCuts:
 
     @contextmanager
     def cut(self, works: Sequence[Work]) -> Iterator[dict[str, RemoteCut]]:
-        """Cuts of all databases that these stream tables read; who reads one that cannot be cut gets its error.
+        """Cuts of all remote databases that these stream tables read, by name.
 
-        Members of a set that have no news are left alone.
+        If a database cannot be cut, its error is set on the works that read it. Members of a set that have no news are
+        skipped.
         """
         self._follow(works)
         self._check_use(works)
@@ -71,8 +72,10 @@ class RemoteCuts:
                 wanted = {name: of for name, of in wanted.items() if not is_node(name)}
                 on_nodes, nodes = False, {}
             shared: set[str] = set()
-            if self.remote.brokers is not None:  # a broker's rows were computed before we could look at functions
-                shared = wanted.keys() - _read_whole(works) - nodes.keys()  # nodes are cut at one moment
+            # Nodes take no offers, because they are cut at one point in time. Neither do queries that call user-defined
+            # functions: the rows of an offer were computed before these functions could be compared.
+            if self.remote.brokers is not None:
+                shared = wanted.keys() - _read_whole(works) - nodes.keys()
                 shared -= {name for work in works if work.calls for name in work.row.databases}
             for database, found in _at_once(partial(self._enter, works, dsns, shared), wanted).items():
                 if isinstance(found, Exception):
@@ -94,7 +97,10 @@ class RemoteCuts:
             yield cuts
 
     def _raise_barrier(self, stack: ExitStack, nodes: Mapping[str, str], works: Sequence[Work]) -> bool:
-        """Whether the coordinator and these nodes can be cut at one moment; if not, who reads them is told why."""
+        """Raise the barrier on the coordinator and these nodes, and return whether that succeeded.
+
+        If it did not, the error is set on the works that read nodes.
+        """
         try:
             stack.enter_context(self.barrier.raised(self.remote.home, nodes))
         except (psycopg.Error, PgtrickleError) as error:
@@ -105,7 +111,10 @@ class RemoteCuts:
         return True
 
     def _require_all_nodes(self, works: Sequence[Work]) -> None:
-        """While the barrier is up no shard changes its node: are those cut that have some?"""
+        """Set an error on works whose tables have shards on a node that they are not read from.
+
+        While the barrier is up, shards cannot move to another node.
+        """
         rows = self.remote.home.execute(
             "SELECT d.pgt_id, d.through::text, pgtrickle._unread_node(d.through) FROM pgtrickle.pgt_dependencies d"
             " WHERE d.pgt_id = ANY (%s) AND pgtrickle._unread_node(d.through) IS NOT NULL",
@@ -118,7 +127,7 @@ class RemoteCuts:
     def _has_news(
         self, works: Sequence[Work], dsns: Mapping[str, str], database: str, sources: Sequence[ForeignSource]
     ) -> bool:
-        """Whether a member of a set has changes for one of these stream tables, or is not what it was."""
+        """Whether a set member has changes for one of these stream tables, or has changed since their last refresh."""
         readers = {source.consumer: source.pgt_id for source in sources}
         known = {work.row.pgt_id: known_of(work, database) for work in works}
         with self.remote.connections.open(database, dsns[database]) as conn, errors_naming(database):
@@ -139,7 +148,11 @@ class RemoteCuts:
         return False
 
     def _lose(self, found: Exception | bool, database: str, works: Sequence[Work]) -> None:
-        """A member of a set that cannot be reached stays as it was last read, for stream tables that want it so."""
+        """Set the error of a database that could not be cut on the works that read it.
+
+        Stream tables with `lost_members` = keep get none for a set member that cannot be reached, which stays as last
+        read.
+        """
         if isinstance(found, Exception):
             lost = isinstance(found, DatabaseFailedError | SourceLockedError)
             readers = [work for work in works if database in work.row.databases]
@@ -169,7 +182,7 @@ class RemoteCuts:
         sources: Sequence[ForeignSource],
         proofs: Mapping[str, str],
     ) -> RemoteCut | None:
-        """A cut that a broker offers; the next one, where the first was taken before somebody had proved his last."""
+        """A cut in a broker's snapshot, if possible. If an offer is too old for a consumer, the next one is tried."""
         assert self.remote.brokers is not None
         for _ in range(BROKERED_CUTS):
             shared_cut = self.remote.brokers.shared_cut(database, dsn, sources[0].node, sorted(proofs))
@@ -181,7 +194,7 @@ class RemoteCuts:
         return None
 
     def _follow(self, works: Sequence[Work]) -> None:
-        """Foreign tables that were pointed elsewhere stand for another table from now on."""
+        """Resolve foreign tables again whose options have changed: they now stand for another table."""
         for source in [one for one in self.remote.sources(works) if one.redirected]:
             readers = [work for work in works if work.row.pgt_id == source.pgt_id and work.error is None]
             try:
@@ -202,7 +215,7 @@ class RemoteCuts:
                 work.row = replace(work.row, databases=sorted({one.database for one in self.remote.sources([work])}))
 
     def _check_use(self, works: Sequence[Work]) -> None:
-        """Stream tables whose owners may not use a registered database, or not any more, are suspended."""
+        """Suspend stream tables whose owners have no right to use a registered database that they read."""
         ids = [work.row.pgt_id for work in works if work.row.databases]
         if not ids:
             return
@@ -213,7 +226,7 @@ class RemoteCuts:
                 _suspend(work, problems[work.row.pgt_id])
 
     def _join(self, works: Sequence[Work]) -> None:
-        """Have the changes captured of what became a member of a set since the last refresh."""
+        """Set up capture of tables of databases that have become set members since the last refresh."""
         for work in works:
             if work.row.frontier is None or not work.row.databases or work.error is not None:
                 continue
@@ -225,11 +238,11 @@ class RemoteCuts:
                 work.error = None
 
     def remember(self, works: Sequence[Work]) -> None:
-        """What members of sets were like when these stream tables were refreshed."""
+        """Remember the state of set members at this refresh, to recognize members without news later."""
         try:
             dsns = self.remote.dsns({name for work in works for name in work.looks})
         except psycopg.errors.UndefinedObject:
-            return  # one was removed meanwhile: all are cut once more
+            return  # a database was removed meanwhile; all are then cut once more
         for work in works:
             for database, state in work.looks.items():
                 self.remote.connections.looks[dsns[database], work.foreign[0].consumer] = state
@@ -258,7 +271,7 @@ def _suspend(work: Work, problem: str) -> None:
 
 
 def _refuse_twins(cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
-    """Two names for one database would be cut at two moments, as if they were two."""
+    """Set an error on works that read one database under two names: it would be cut at two points in time."""
     by_node: dict[str, str] = {}
     for name, cut in cuts.items():
         other = by_node.setdefault(cut.node, name)
@@ -274,16 +287,16 @@ def _refuse_twins(cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
 def _may_rest(
     works: Sequence[Work], wanted: Mapping[str, Sequence[ForeignSource]]
 ) -> dict[str, Sequence[ForeignSource]]:
-    """Databases that need not be cut if they have no news: members of sets, for stream tables that have read them."""
+    """Databases that need not be cut if they have no news: set members that all their readers have read before."""
     whole = _read_whole(works)
-    # What is on the coordinator belongs to the same transactions as what is on the nodes.
+    # Changes on the coordinator and on the nodes may belong to the same transactions.
     if any(is_node(name) for name in whole) or any(work.row.reads_here for work in works):
         whole |= {name for name in wanted if is_node(name)}
     return {name: of for name, of in wanted.items() if all(one.shard for one in of) and name not in whole}
 
 
 def _read_whole(works: Sequence[Work]) -> set[str]:
-    """Databases of which more than changes is read for certain."""
+    """Databases from which some work will certainly read more than changes."""
     return {
         name
         for work in works
@@ -296,14 +309,14 @@ def _read_whole(works: Sequence[Work]) -> set[str]:
 
 
 def _keeps(work: Work, database: str) -> bool:
-    """Whether a database may be left as it was last read. Not where its rows are needed."""
+    """Whether a database that cannot be reached stays as last read. It cannot if its rows are needed now."""
     if work.row.lost_members != "keep" or work.needs_all or work.row.frontier is None or is_node(database):
         return False
     return work.row.reinit_reason is None and any(one.shard and one.database == database for one in work.foreign)
 
 
 def _at_once(call: Callable[[str, V], R], of: Mapping[str, V]) -> dict[str, R | Exception]:
-    """What the call gives for each of several databases, or what went wrong there."""
+    """Call a function for several databases concurrently; return the result or the error of each."""
 
     def attempt(item: tuple[str, V]) -> R | Exception:
         try:

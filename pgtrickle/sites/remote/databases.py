@@ -1,8 +1,9 @@
-"""Other databases that stream tables read: connections, subscriptions, and the row that each refresh leaves there.
+"""Remote databases that stream tables read: stand-ins, subscriptions, and the row that each refresh updates there.
 
-A frontier from another server is only as good as that server's memory. A crash may take back transactions that a cut has seen,
-and a restore may give their numbers to others. So a refresh commits a proof there, on disk, before it applies what it read; the
-next one starts over if the proof is gone. The same row keeps the changes that the stream table still needs.
+Another server may forget transactions that a frontier counts as read. A crash may undo transactions that a cut has
+seen, and after a restore, other transactions may get their IDs. So a refresh commits a proof there, on disk, before it
+applies what it has read. If the next refresh does not find the proof, it re-initializes the stream table. The same row
+keeps changes that the stream table still needs from being purged.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class NotThereError(Exception):
-    """There is no such table in the other database."""
+    """A remote database has no such table."""
 
     database: str
     table: str
@@ -41,11 +42,11 @@ class NotThereError(Exception):
 
 @dataclass
 class RemoteDatabases:
-    """What the stream tables of one database read in others."""
+    """The remote databases that the stream tables of one database read."""
 
     home: psycopg.Connection[Any]
     connections: Connections = field(default_factory=Connections)
-    brokers: Brokers | None = None  # where changes are shared with other databases
+    brokers: Brokers | None = None  # set if changes may be taken from brokers
 
     @property
     def servers(self) -> ForeignServers:
@@ -58,12 +59,12 @@ class RemoteDatabases:
             yield conn
 
     def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """What a registered database answers. What goes wrong there is told with its name."""
+        """Run a query in a registered database, and return its rows. Connection errors name the database."""
         with self.open(name) as conn, errors_naming(name):
             return conn.execute(query.encode(), parameters).fetchall()
 
     def sources(self, works: Sequence[Work]) -> list[ForeignSource]:
-        """The tables of other databases that these stream tables read."""
+        """The tables of remote databases that these stream tables read."""
         ids = [work.row.pgt_id for work in works if work.row.databases]
         if not ids:
             return []
@@ -79,7 +80,7 @@ class RemoteDatabases:
         return {name: dsn_from(self.home, name, dsn) for name, dsn in rows}
 
     def want(self, works: Sequence[Work]) -> None:
-        """Let brokers read what was not offered, from now on."""
+        """Register with the brokers what they did not offer, to be offered from now on."""
         wanted: dict[tuple[str, str], tuple[Work, dict[str, Interest]]] = {}
         for work in works:
             for database, lacking in work.lacking.items() if work.error is None else ():
@@ -96,7 +97,7 @@ class RemoteDatabases:
             self.brokers.want(database, dsns[database], node[0], label, lacking, work.settings)
 
     def realign(self, works: Sequence[Work]) -> None:
-        """Bring what stands here for tables of other databases up to date with them."""
+        """Update the stand-ins of the works' remote tables."""
         for work in works:
             for source in work.foreign:
                 try:
@@ -107,7 +108,11 @@ class RemoteDatabases:
                         self.note(error, [work])
 
     def _look_again(self, source: ForeignSource) -> None:
-        """At the table that it was, whatever it is called now; in another database, or made anew, at the one of that name."""
+        """Update the stand-in of a remote table.
+
+        The table is found by its OID, even if it was renamed. If the database was replaced by another one, or the table
+        was created again, it is found by its name.
+        """
         if source.resolved:
             self.servers.resolve(source.relid, source.database)
             return
@@ -119,7 +124,7 @@ class RemoteDatabases:
         pass_gate(self.home, "stand_in", database=source.database, definition=found)
 
     def import_table(self, database: str, table: str) -> None:
-        """Make a table of another database known here, or look at it again."""
+        """Create or update the stand-in of a remote table."""
         with self.open(database) as conn, errors_naming(database):
             check_catalog(conn, database)
         try:
@@ -129,10 +134,10 @@ class RemoteDatabases:
         pass_gate(self.home, "stand_in", database=database, definition=found)
 
     def subscribe(self, work: Work, relids: Collection[int]) -> bool:
-        """Have changes captured for a stream table, or make their capture fit the tables as they are now."""
+        """Set up capture for a stream table, or make it fit tables that were altered; return whether that succeeded."""
         if not relids:
             return True
-        if not is_administrator(self.home):  # the service subscribes to nodes, at the first refresh
+        if not is_administrator(self.home):  # for others, the service subscribes to nodes at the first refresh
             relids = {one.relid for one in self.sources([work]) if one.relid in relids and not is_node(one.database)}
         work.foreign = [source for source in self.sources([work]) if source.relid in relids]
         self.realign([work])
@@ -150,19 +155,19 @@ class RemoteDatabases:
         return work.error is None
 
     def note(self, error: Exception, works: Sequence[Work]) -> None:
-        """What went wrong elsewhere is the matter of those that read there, unless it went wrong here."""
+        """Set an error of a remote database on the works that read it; raise it if the home connection is lost."""
         if self.home.broken or self.home.closed:
             raise error
         for work in works:
             work.error = error
 
     def unsubscribe_dropped(self, databases: Sequence[str]) -> None:
-        """Tell these databases which stream tables still read them."""
+        """Remove the subscriptions of dropped stream tables from these databases."""
         for database in databases:
             self.connections.keep_only(database, self.dsns([database])[database], self.kept_by(database))
 
     def kept_by(self, database: str) -> Kept:
-        """The stream tables here that read a database."""
+        """The consumers in the home database that read a remote database."""
         node = self.home.execute("SELECT pgtrickle._node()").fetchone()
         assert node is not None
         rows = self.home.execute(
@@ -173,7 +178,7 @@ class RemoteDatabases:
         return Kept(node[0], tuple((f"{node[0]}/{pgt_id}", there) for pgt_id, there in rows))
 
     def prove(self, works: Sequence[Work]) -> None:
-        """Commit, where something was read, that it was: between cut and apply."""
+        """Commit the proofs of this refresh in the databases from which something was read, between cut and apply."""
         moved_on: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
         for work in works:
             for database, proof in _new_proofs(work).items() if work.error is None else ():
@@ -203,7 +208,7 @@ class RemoteDatabases:
                 work.error = DatabaseFailedError(f"database {database} {why}", "The next refresh reads it again.")
 
     def altered(self, works: Sequence[Work]) -> list[Work]:
-        """Those whose sources elsewhere have other partitions, capture triggers or functions than when they were read."""
+        """The works whose remote sources have other partitions, triggers or functions than when they were read."""
         found = replaced_functions(self, works)
         for database in dict.fromkeys(name for work in works for name in work.cut_databases):
             signatures = {
@@ -228,7 +233,7 @@ class RemoteDatabases:
         return found
 
     def purge(self, works: Sequence[Work]) -> None:
-        """Remove changes that all who read them have stored. Another refresh does it where that fails."""
+        """Purge changes that all their readers have applied. If that fails, a later refresh does it."""
         for database in dict.fromkeys(name for work in works for name in work.cut_databases):
             names = {one.stable_name for work in works for one in work.sources if one.database == database}
             try:
@@ -243,13 +248,13 @@ class RemoteDatabases:
 
 
 def known_of(work: Work, database: str) -> Reflected | None:
-    """What the stored frontier says of another database."""
+    """The stored frontier's entry for a remote database."""
     frontier = Frontier.from_json(work.row.frontier)
     return frontier.databases.get(database) if frontier is not None else None
 
 
 def _new_proofs(work: Work) -> dict[str, str]:
-    """The proofs that the frontier to store speaks of and the stored one does not."""
+    """The proofs in the frontier to store that are not in the stored one, by database."""
     if work.frontier is None:
         return {}
     found = {}

@@ -1,4 +1,4 @@
-"""Foreign tables of postgres_fdw: which registered database they point to, so that their changes are captured there."""
+"""Foreign tables of postgres_fdw: the registered databases that they point to, where their changes are captured."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.errors import DatabaseFailedError, InvalidQueryError, SourceChangedError
 from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
 
-_HERE = frozenset({"here"})  # the machine that we run on
+_HERE = frozenset({"here"})  # stands for the machine that this process runs on
 
 
 @dataclass(frozen=True)
 class ForeignServers:
-    """Says what the foreign tables of one database stand for."""
+    """Finds the tables that the foreign tables of one database stand for."""
 
     home: psycopg.Connection[Any]
     connections: Connections
 
     def resolve(self, relation: int, database: str | None = None) -> str | None:
-        """Let a foreign table stand for a table of the database it points to, or of the named one; gives that, or None."""
+        """Make a foreign table stand for the table that it points to, and return the name of that table's database.
+
+        That is the given registered database, or the one at the foreign server's address; None if there is none.
+        """
         row = self.home.execute("SELECT pgtrickle._points_to(%s::oid::regclass)", (relation,)).fetchone()
         target = row[0] if row is not None else None
         if target is None:
@@ -49,12 +52,12 @@ class ForeignServers:
         return found
 
     def _is_it(self, name: str, dsn: str, address: Mapping[str, str]) -> bool:
-        """Whether a registered database is at the address that a foreign server has."""
+        """Whether a registered database is the one at a foreign server's address."""
         known = conninfo_to_dict(dsn)
         if "dbname" not in address or known.get("dbname", address["dbname"]) != address["dbname"]:
             return False
         try:
-            # What a service file or the environment adds is known once it is reached.
+            # What a service file or the environment adds to the DSN is known only after connecting.
             with self.connections.open(name, dsn) as conn:
                 host, port, dbname = conn.info.hostaddr or conn.info.host, conn.info.port, conn.info.dbname
         except DatabaseFailedError:
@@ -85,7 +88,7 @@ class ForeignServers:
 
 
 def _machine(host: str, own: frozenset[str]) -> frozenset[str]:
-    """The addresses of a host; `own` is the machine from which it is meant, where that is itself."""
+    """The addresses of a host. `own` is returned for a local one: the machine from whose point of view it is local."""
     if not host or host.startswith("/") or _is_loopback(host):
         return own
     try:

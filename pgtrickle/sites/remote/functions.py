@@ -1,7 +1,8 @@
-"""Functions, operators and types of users in queries over several databases: compared at every cut, before they are used.
+"""User-defined functions, operators and types in queries over several databases, which are compared at every cut.
 
-Expressions are evaluated where their columns are, so what they name must mean the same everywhere, and must not let anybody
-run code with the reader's rights. Nothing tells us when something is replaced elsewhere.
+Expressions are evaluated in the database that their columns are in, so the names in them must mean the same everywhere,
+and must not let any role run code with the reader's rights. There is no notification if something is replaced in a
+remote database.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._descr
 
 
 class Databases(Protocol):
-    """What is needed of RemoteDatabases, which looks here for functions that were replaced."""
+    """The part of RemoteDatabases that is needed here. That class imports this module, so this one cannot import it."""
 
     home: psycopg.Connection[Any]
 
@@ -31,7 +32,7 @@ class Databases(Protocol):
 
 
 def describe_functions(remote: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
-    """What each of the databases that a view reads says of the functions that it calls."""
+    """Descriptions of the functions that a view calls, from each remote database that it reads."""
     home = remote.home
     rows = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
     if not rows:
@@ -42,7 +43,7 @@ def describe_functions(remote: Databases, view: int) -> dict[str, list[tuple[Any
 
 
 def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequence[tuple[Any, ...]]]) -> None:
-    """Keep that for the check at creation."""
+    """Store these descriptions for the check at the creation of a stream table."""
     for database, found in described.items():
         names, definitions, _, problems = (list(column) for column in zip(*found, strict=True))
         pass_gate(
@@ -51,7 +52,7 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
 
 
 def compare_functions(remote: Databases, cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
-    """Who calls a function that is not the same in a database of the cut as here gets an error that says so."""
+    """Set an error on works that call a function which is not the same in a database of the cut as at home."""
     for work in works:
         work.functions = {}
         if not work.calls or work.error is not None:
@@ -74,7 +75,7 @@ def _label(name: str) -> str:
 
 
 def replaced_functions(remote: Databases, works: Sequence[Work]) -> list[Work]:
-    """Those that called functions elsewhere which were replaced since the cut."""
+    """The works that called functions in remote databases which were replaced since the cut."""
     found = []
     for work in works:
         for database, versions in work.functions.items():
