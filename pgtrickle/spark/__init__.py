@@ -1,1 +1,1 @@
-"""Spark in this process: its session, its files, and what runs in its workers."""
+"""Spark in this process: its session, its files, and the code that runs in its workers."""

@@ -1,7 +1,8 @@
-"""Spark's classes, loaded and checked once for this machine: the JVM maps them from a file instead of reading 200 jars.
+"""An archive of Spark's classes, loaded and verified, which the JVM maps into memory instead of reading 200 jars.
 
-Starting Spark and running the first small job takes 14 s of wall time and 23 s of processor time without the file, 8.5 s
-and 14 s with it (two cores, Java 17). `pgtrickle prepare` makes the file; whoever starts Spark uses it if it fits.
+Starting Spark and running the first small job takes 14 s of wall time and 23 s of processor time without the archive,
+and 8.5 s and 14 s with it (two cores, Java 17). `pgtrickle prepare` creates the archive once for this machine; after
+that, every start of Spark uses it if it fits.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import os
 import stat
 from pathlib import Path
 
-# Where the file does not fit, say because a jar was replaced, the JVM goes on without it and says nothing.
+# If the archive does not fit, for example because a jar was replaced, the JVM starts without it and prints nothing.
 QUIET = ("-Xlog:cds=off", "-Xlog:cds+dynamic=off", "-Xlog:class+path=off")
 
 
 def archive_options(java_version: str) -> tuple[str, ...]:
-    """The JVM's options for using the file; none where there is no file that we can trust."""
+    """The JVM options for using the archive; none if there is no archive that can be trusted."""
     path = archive_path(java_version)
     return (f"-XX:SharedArchiveFile={path}", "-Xshare:auto", *QUIET) if _is_ours(path) else ()
 
 
 def archive_path(java_version: str) -> Path:
-    """Another Java or another Spark needs another file."""
+    """The path of the archive for this version of Java and this installation of Spark."""
     import pyspark
 
     home = str(Path(pyspark.__file__).parent)
@@ -32,7 +33,7 @@ def archive_path(java_version: str) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """What is in it becomes code of this process: nobody else may have written it."""
+    """Whether only this user can have written the file, whose contents become code of this process."""
     try:
         found = [path.lstat(), path.parent.lstat()]
     except OSError:

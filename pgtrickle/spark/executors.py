@@ -1,7 +1,7 @@
-"""What runs in Spark's Python workers: reading from and writing to PostgreSQL in parallel, without passing the driver.
+"""A Spark data source for PostgreSQL: Python workers read and write in parallel, and rows bypass the driver.
 
-Workers use psycopg and need this package installed beside it. They get connection parameters but never a password: that
-comes from where libpq finds one on their machine (a password file, a service file, the environment).
+Workers need psycopg and this package installed. They get connection parameters, but never a password: libpq has to find
+that on their machine (in a password file, a service file or the environment).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from pgtrickle.postgres.copying import CopyOut
 from pgtrickle.postgres.formats import PARSE, WRITE, arrow_type, conversion
 
 FORMAT = "pgtrickle"
-# The attempt that names the attempts whose rows count, in the column of the weight.
+# The attempt whose rows list the attempts that count, in the column of the weight.
 DONE = "done"
-# What a task fails with whose session was ended.
+# The error message of a task whose session was terminated.
 WENT_ON = "pgtrickle: code of an owner went on after it was cancelled"
 _BLOCK = 4 << 20
 
 
 @dataclass(frozen=True)
 class ReadSpec:
-    """What the workers read: the statements of each task, all in one snapshot that the cut exported."""
+    """What the workers read: the statements of each task, all in the snapshot that the cut exported."""
 
     conninfo: str
     snapshot: str
     settings: dict[str, str]
     tasks: Sequence[Sequence[str]]
-    columns: Sequence[tuple[str, str]]  # names and Spark's types
-    cancelled_after: float  # seconds that a statement may take
-    ended_after: float  # seconds after which its session is ended: an owner's code can trap the cancellation and go on
+    columns: Sequence[tuple[str, str]]  # names and Spark types
+    cancelled_after: float  # seconds after which a statement is cancelled
+    ended_after: float  # seconds after which its session is terminated: an owner's code can ignore the cancellation
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class WriteSpec:
 
 
 class PostgresSource(DataSource):
-    """PostgreSQL as Spark's executors see it; its one option is a Reading or a Writing as JSON."""
+    """The Spark data source for PostgreSQL. Its only option, `task`, is a ReadSpec or a WriteSpec as JSON."""
 
     @classmethod
     def name(cls) -> str:
@@ -108,7 +108,7 @@ class _Reader(DataSourceReader):
             command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(sql.SQL(statement))
             with conn.cursor() as cursor, cursor.copy(command):
                 yield from parse_csv(CopyOut(conn), schema)
-            conn.rollback()  # nothing that an owner's code left here runs at a commit
+            conn.rollback()  # so that nothing that an owner's code has left runs at commit
 
     @contextmanager
     def _ended_in_time(self, conn: psycopg.Connection[Any]) -> Iterator[None]:
@@ -131,7 +131,7 @@ class _Reader(DataSourceReader):
 
 
 def parse_csv(stream: io.RawIOBase, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """The rows of a COPY in batches."""
+    """The rows of a COPY, in batches."""
     read = csv.ReadOptions(column_names=schema.names, block_size=_BLOCK, use_threads=False)
     file = pa.PythonFile(stream, "r")
     try:
@@ -149,7 +149,10 @@ class _Written(WriterCommitMessage):
 
 
 class _Writer(DataSourceArrowWriter):
-    """Each task copies its rows under a name of its own. A task that Spark runs twice leaves rows that do not count."""
+    """Writes rows with COPY, each attempt of a task under its own name.
+
+    If Spark runs a task twice, the rows of one attempt do not count.
+    """
 
     def __init__(self, spec: WriteSpec) -> None:
         self.spec = spec

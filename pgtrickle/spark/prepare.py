@@ -1,4 +1,4 @@
-"""Making the archive of Spark's classes: small jobs are run, and what the JVM loaded is written down."""
+"""Creating the archive of Spark's classes: a JVM runs small jobs and writes down the classes that it has loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SMALL_JOB = """
 
 
 def make_archive() -> Path:
-    """Make the file: a JVM runs small jobs and writes down, as it ends, what it had loaded. For a process of its own."""
+    """Create the archive, and return its path. Needs a process of its own, because it starts and ends the JVM."""
     from pgtrickle.spark.session import check_java, spark_session, stop_spark
 
     path = archive_path(check_java())
@@ -53,13 +53,13 @@ def make_archive() -> Path:
 
 
 def _run_small_jobs(session: SparkSession) -> None:
-    """What refreshes do: rows from Arrow, joins, sums, windows, casts, rows to Arrow; small and large settings."""
+    """Run what refreshes do: rows from Arrow, joins, sums, windows, casts, rows to Arrow; small and large settings."""
     import pyarrow as pa
 
     from pgtrickle.spark.session import large_session
 
     rows = pa.table({"s0": ["1.5", "2.5"], "s1": ["a", None], "s2": [True, False], "w": [1, -1]})
-    # A class that the first run needs may only be linked by the next.
+    # Some classes that the first run loads are linked only by the next.
     for each in (*[session] * 3, large_session()):
         each.createDataFrame(rows).createOrReplaceTempView("pgt_prepare")
         each.sql(_SMALL_JOB).toArrow()

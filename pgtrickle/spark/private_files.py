@@ -1,6 +1,7 @@
-"""The private directory for all files that Spark writes on this machine, and that we write for it.
+"""The private directory for all files that Spark writes on this machine, and that are written for it.
 
-Spark itself would keep rows of shuffles and of kept data below the system's temporary directory, readable by everybody.
+By default, Spark would store rows of shuffles and of persisted data in the system's temporary directory, readable by
+all users.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCAL_VARIABLE = "SPARK_LOCAL_DIRS"  # Spark's own; it comes before spark.local.dir
+LOCAL_VARIABLE = "SPARK_LOCAL_DIRS"  # Spark's own variable, which takes precedence over spark.local.dir
 _JVM_VARIABLE = "SPARK_SUBMIT_OPTS"
 
 _KILL_SECONDS = 5.0
-_ATTEMPTS = 3  # to remove the directory: a JVM at work may add files meanwhile
+_ATTEMPTS = 3  # to remove the directory: a running JVM may add files meanwhile
 
 _lock = threading.Lock()
 _directory: Path | None = None  # of this process; the JVM outlives a session, so the name stays the same
 
 
 def private_directory() -> Path:
-    """A directory of mode 0700, made by the first call on the disk that SPARK_LOCAL_DIRS or TMPDIR names.
+    """The directory, of mode 0700. The first call creates it, where SPARK_LOCAL_DIRS or TMPDIR says.
 
-    It is gone when the process ends, unless it is killed.
+    It is removed when the process ends, unless the process is killed.
     """
     global _directory
     with _lock:
@@ -38,7 +39,7 @@ def private_directory() -> Path:
             _directory = Path(tempfile.mkdtemp(prefix="pgtrickle-spark-", dir=base))
             atexit.register(_remove_at_exit, os.getpid())
         elif not _is_private(_directory):
-            _directory.mkdir(mode=0o700)  # fails if somebody else has made it meanwhile
+            _directory.mkdir(mode=0o700)  # fails if another user has created it meanwhile
         return _directory
 
 
@@ -51,7 +52,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def remove_private_directory() -> None:
-    """Remove the directory with everything in it; does nothing where there is none."""
+    """Remove the directory with everything in it, if there is one."""
     with _lock:
         for _ in range(_ATTEMPTS):
             if _directory is not None and _is_private(_directory):
@@ -64,12 +65,12 @@ def _remove_at_exit(maker: int) -> None:
 
 
 def kill_jvms() -> None:
-    """Kill processes that were started in the environment of the directory, with all that they started."""
+    """Kill the child processes that were started by `jvm_environment()`, at any depth."""
     import psutil
 
     found = []
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended by itself
+        with suppress(psutil.Error):  # it has ended meanwhile
             if _directory is not None and str(_directory) in process.environ().get(_JVM_VARIABLE, ""):
                 process.kill()
                 found.append(process)
@@ -78,13 +79,13 @@ def kill_jvms() -> None:
 
 @contextmanager
 def jvm_environment(directory: Path, options: Sequence[str], *, embedded: bool) -> Iterator[None]:
-    """The environment in which to start a JVM: its temporary files are in the directory.
+    """Set the environment for starting a JVM whose temporary files are in the directory.
 
-    Embedded, all of Spark's local files are. On a cluster their place is the cluster's business.
+    If Spark is embedded, so are all its local files. On a cluster, the cluster decides where these are.
     """
     former = {name: os.environ.get(name) for name in (_JVM_VARIABLE, LOCAL_VARIABLE)}
-    # The driver's extraJavaOptions belong to the user; those would replace, not add.
-    # Of two options that contradict each other the last one counts.
+    # Not spark.driver.extraJavaOptions: that belongs to the user, and setting it would replace the user's options.
+    # If two options contradict each other, the last one counts.
     options_of_user = former[_JVM_VARIABLE] or ""
     tmpdir = shlex.quote(f"-Djava.io.tmpdir={directory}")
     os.environ[_JVM_VARIABLE] = f"{shlex.join(options)} {options_of_user} {tmpdir}"

@@ -1,4 +1,4 @@
-"""What a user sees while Spark starts and works: one line or a progress bar, and nothing of the JVM's chatter."""
+"""Progress shown to users while Spark starts and runs: a line or a progress bar, without the JVM's output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from pgtrickle.spark.session import spark_is_running
 
-# A Spark phase without rows ends at once and starts nothing; only one that lasts is worth a message.
+# Seconds before the message. A Spark phase without rows ends at once, without starting Spark.
 PATIENCE = 0.3
 STARTING = "starting Spark, which takes some seconds…"
 STEPS = {"cut": "reading changes", "fetch": "computing", "spark": "computing on Spark", "load": "writing"}
@@ -26,14 +26,14 @@ STEPS = {"cut": "reading changes", "fetch": "computing", "spark": "computing on 
 
 @contextmanager
 def quiet_jvm() -> Iterator[None]:
-    """Keep what a JVM started inside the block prints on stderr, from now to its end, away from the terminal.
+    """Keep the stderr output of a JVM that is started inside the block off the terminal, until the JVM ends.
 
-    Python's own stderr stays where it is. What the JVM said is shown if it could not be started.
+    Python's own stderr is unchanged. If the JVM cannot be started, its output is shown.
     """
     if spark_is_running():
         yield
         return
-    # Without a handler py4j's errors, of which we are told anyway, would be printed.
+    # Without a handler, logging would print py4j's errors, which are raised as exceptions anyway.
     logging.getLogger().addHandler(logging.NullHandler())
     sys.stderr.flush()
     former_stream, former = sys.stderr, os.dup(2)
@@ -54,7 +54,7 @@ def quiet_jvm() -> Iterator[None]:
 
 
 class RefreshProgress:
-    """Told the steps of a refresh, it shows a progress bar on a terminal and a single line elsewhere."""
+    """Shows the steps of a refresh: as a progress bar on a terminal, as a single line elsewhere."""
 
     def __init__(self, total: int) -> None:
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -77,7 +77,7 @@ class RefreshProgress:
             self._bar.stop()
 
     def step(self, name: str) -> None:
-        """The engine's hook."""
+        """Show a step; to be used as the engine's `on_step`."""
         self._stop_waiting()
         if name == "spark" and not spark_is_running():
             self._timer = threading.Timer(PATIENCE, self._say, (STARTING,))

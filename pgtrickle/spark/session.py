@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MASTER_VARIABLE = "PGTRICKLE_SPARK_MASTER"
 MEMORY_VARIABLE = "PGTRICKLE_SPARK_MEMORY"
 
-# Small jobs: one partition, no adaptive planning, no code generation of any kind. Each would cost more than the work.
+# For small jobs: one partition, no adaptive planning, no code generation. Each of these would cost more than the work.
 _SETTINGS = {
     "spark.app.name": "pgtrickle",
     "spark.ui.enabled": "false",
@@ -36,16 +36,16 @@ _SETTINGS = {
     "spark.sql.ansi.enabled": "true",
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.caseSensitive": "true",
-    # A broadcast is a job of its own; what is in one partition is joined where it is.
+    # A broadcast is a job of its own; rows in a single partition can be joined without one.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     "spark.sql.join.preferSortMergeJoin": "false",
     "spark.log.level": "ERROR",
     "spark.driver.maxResultSize": "0",
-    # One fused text holds many small aggregations in one task; each takes at least a page.
+    # One text holds many small aggregations, which run in one task; each takes at least a page.
     "spark.buffer.pageSize": "1m",
 }
 _lock = threading.Lock()
-# Large ones: more partitions, planned while they run.
+# For large jobs: more partitions, and adaptive planning.
 _LARGE_SETTINGS = {
     "spark.sql.adaptive.enabled": "true",
     "spark.sql.codegen.wholeStage": "true",
@@ -63,9 +63,9 @@ def spark_is_running() -> bool:
 
 
 def spark_session(jvm_options: tuple[str, ...] | None = None) -> SparkSession:
-    """The session; the first call starts it, which takes some seconds.
+    """The session. The first call starts it, which takes some seconds.
 
-    The JVM gets the options, or those for a quick start.
+    The JVM gets these options, or by default those for using the class archive.
     """
     global _session
     with _lock:
@@ -80,14 +80,14 @@ def spark_session(jvm_options: tuple[str, ...] | None = None) -> SparkSession:
             builder = builder.config("spark.driver.memory", os.environ.get(MEMORY_VARIABLE, "4g"))
             directory = private_directory()
             atexit.register(_end_start, os.getpid())  # runs before the directory is removed
-            # Executors on other machines must reach the driver; embedded ones need no address but this machine's own.
+            # Executors on other machines must reach the driver; embedded ones only need the loopback address.
             for name, value in (_SETTINGS | (_local(directory) if is_embedded() else {})).items():
                 builder = builder.config(name, value)
             try:
                 with jvm_environment(directory, jvm_options, embedded=is_embedded()):
                     _session = _started(builder)
             except BaseException:
-                kill_jvms()  # interrupted while it starts, one would stay for ever
+                kill_jvms()  # a JVM whose start was interrupted would never end
                 raise
         return _session
 
@@ -96,14 +96,14 @@ def _local(directory: Path) -> dict[str, str]:
     return {
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
-        "spark.authenticate": "true",  # other accounts of this machine can reach its ports; Spark makes up a secret
+        "spark.authenticate": "true",  # other users of this machine can reach the ports; Spark generates a secret
         "spark.local.dir": str(directory),
         "spark.sql.warehouse.dir": str(directory / "warehouse"),
     }
 
 
 def _started(builder: SparkSession.Builder) -> SparkSession:
-    """The session; Ctrl-C stays what it was. Spark's own handler talks to the JVM, in the middle of whatever was said to it."""
+    """Start the session, and keep the handler for Ctrl-C: Spark's own calls the JVM, even in the middle of a call."""
     if threading.current_thread() is not threading.main_thread():
         return builder.getOrCreate()
     former = signal.getsignal(signal.SIGINT)
@@ -137,7 +137,10 @@ def is_embedded() -> bool:
 
 
 def large_tasks() -> int | None:
-    """How many tasks of a large refresh run at a time, so that others find a free slot; None on a cluster, which has many."""
+    """How many tasks of a large refresh may run at once, so that a slot stays free for other refreshes.
+
+    None for a cluster, which has many slots.
+    """
     match = re.fullmatch(r"local\[(\d+|\*)(?:,.*)?\]", _master())
     if not is_embedded():
         return None
@@ -146,7 +149,7 @@ def large_tasks() -> int | None:
 
 
 def _master() -> str:
-    # One more than there are processors: see large_tasks().
+    # One slot more than there are processors: see large_tasks().
     return os.environ.get(MASTER_VARIABLE) or f"local[{_cores() + 1}]"
 
 
@@ -165,13 +168,13 @@ def stop_spark() -> None:
 
 
 def _end_start(starter: int) -> None:
-    """When the process ends: a JVM that another thread is starting would make the directory again."""
+    """At exit, kill a JVM that another thread is starting: it would create the private directory again."""
     if os.getpid() == starter and _session is None:
         kill_jvms()
 
 
 def check_java() -> str:
-    """What Java says of itself. Refuses, with the remedy, where Spark could not start."""
+    """The output of `java -version`. Raises JavaMissingError if there is no Java that Spark can use."""
     home = os.environ.get("JAVA_HOME")
     java = str(Path(home) / "bin" / "java") if home else shutil.which("java")
     remedy = "Install a Java runtime 17 or newer (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME."
