@@ -48,7 +48,7 @@ class ReadSpec:
     settings: dict[str, str]
     tasks: Sequence[Sequence[str]]
     columns: Sequence[tuple[str, str]]  # names and Spark types
-    cancelled_after: float  # seconds after which a statement is cancelled
+    cancelled_after: float  # seconds after which a statement is canceled
     ended_after: float  # seconds after which its session is terminated: an owner's code can ignore the cancellation
 
 

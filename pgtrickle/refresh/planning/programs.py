@@ -81,7 +81,7 @@ class Programs:
     conn: psycopg.Connection[Any]
     plans: Plans = field(default_factory=Plans)
     _aggregates: frozenset[str] | None = None
-    _analyst: int | None = None  # while a query is compiled: the stream table with whose owner's rights it is analysed
+    _analyst: int | None = None  # while a query is compiled: the stream table with whose owner's rights it is analyzed
 
     def known(self, pgt_id: int) -> Compiled | None:
         """The cached compiled query, if there is one."""
@@ -192,7 +192,7 @@ class Programs:
             raise Unsupported("set-returning functions are not maintained differentially")
 
     def _prove(self, view: int, definition: str) -> None:
-        """Check that the parsed tree, written out again and analysed by PostgreSQL, is the same query."""
+        """Check that the parsed tree, written out again and analyzed by PostgreSQL, is the same query."""
         try:
             text, used = self._canonical(parse(definition).sql(dialect="postgres"))
             if used != self._used(view):
