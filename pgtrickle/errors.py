@@ -1,13 +1,13 @@
-"""Every error that a user can meet: each names the object and the reason, and its hint says what to do."""
+"""The exceptions that pgtrickle raises. The message names the object and the reason, the hint says what to do."""
 
 from __future__ import annotations
 
 
 class PgtrickleError(Exception):
-    """The base of all errors raised on purpose by pgtrickle."""
+    """The base class of all errors that pgtrickle raises deliberately."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
-        # Both go to Exception too: an error then survives pickling on its way from another process.
+        # Exception gets both arguments, so that an error from another process can be unpickled.
         super().__init__(message, hint)
         self.message = message
         self.hint = hint
@@ -17,33 +17,33 @@ class PgtrickleError(Exception):
 
 
 class InstallError(PgtrickleError):
-    """The catalog could not be installed, upgraded or removed; the database is as it was before."""
+    """The catalog could not be installed, upgraded or removed. The database is unchanged."""
 
 
 class NotInstalledError(PgtrickleError):
-    """The database has no pgtrickle catalog, or one of a version this release cannot work with."""
+    """The database has no pgtrickle catalog, or its version does not work with this release."""
 
 
 class UntrustedCatalogError(PgtrickleError):
-    """The database has a catalog of a role whose code must not run with the rights of the connected one."""
+    """The catalog belongs to a role whose code must not run with the rights of the connected role."""
 
 
 class UnsupportedServerError(PgtrickleError):
-    """The server's version, or the kind of server, is not one that pgtrickle works with."""
+    """The server is an older version of PostgreSQL than pgtrickle supports."""
 
 
 class ExtensionPresentError(PgtrickleError):
-    """The pg_trickle extension is installed in this database and owns the names that pgtrickle would use."""
+    """The pg_trickle extension is installed in this database and owns the names that pgtrickle needs."""
 
 
 class InvalidQueryError(PgtrickleError):
-    """PostgreSQL refuses the defining query, or its result cannot be a table."""
+    """PostgreSQL refuses the query, or its result cannot be a stream table."""
 
 
 class NotDifferentiableError(PgtrickleError):
-    """The query was to be maintained differentially, but a part of it can only be refreshed in full.
+    """A differential refresh was requested, but a part of the query can only be refreshed in full.
 
-    `reason` says why, `fragment` is that part of the query.
+    `reason` says why, and `fragment` is that part of the query.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class NotDifferentiableError(PgtrickleError):
 
 
 class StreamTableExistsError(PgtrickleError):
-    """A stream table, or another relation, already has that name."""
+    """A stream table or another relation already has that name."""
 
 
 class StreamTableNotFoundError(PgtrickleError):
-    """There is no stream table of that name."""
+    """There is no stream table with that name."""
 
 
 class PrivilegeError(PgtrickleError):
@@ -71,21 +71,21 @@ class ConnectionFailedError(PgtrickleError):
 
 
 class RefreshError(PgtrickleError):
-    """A refresh failed; the stream table still holds what the last successful one left."""
+    """A refresh failed. The stream table still has the contents of the last successful refresh."""
 
 
 class NotInTimeError(RefreshError):
-    """A service did not do in time what it was asked for; the request still stands."""
+    """A service did not complete a request in time. The request is still pending."""
 
 
 class RefreshConflictError(RefreshError):
-    """Another process refreshes the stream table, or took it over while this one was at work."""
+    """Another process is refreshing the stream table, or took it over during this refresh."""
 
 
 class RefreshesFailedError(RefreshError):
-    """Of several stream tables some could not be refreshed; all others were.
+    """Some of several stream tables could not be refreshed. All others were.
 
-    `failures` has the error of each by its name.
+    `failures` maps the name of each stream table that failed to its error.
     """
 
     def __init__(self, message: str, hint: str | None = None, failures: dict[str, Exception] | None = None) -> None:
@@ -94,28 +94,28 @@ class RefreshesFailedError(RefreshError):
 
 
 class SourceChangedError(RefreshError):
-    """A source was altered, replaced or dropped so that the stream table cannot be maintained as it stands."""
+    """A source was altered, replaced or dropped in a way that prevents the refresh, or it keeps being altered."""
 
 
 class KeyLostError(RefreshError):
-    """The columns that tell the rows of a stream table apart no longer do so: the key of a source was dropped."""
+    """The key of a source was dropped, so the key columns of the stream table no longer identify its rows."""
 
 
 class SourceLockedError(RefreshError):
-    """Another session keeps a table locked that the stream table reads."""
+    """Another session holds a lock on a table that the stream table reads."""
 
 
 class DatabaseFailedError(RefreshError):
-    """Another database that the stream table reads cannot be reached, or not be read."""
+    """A remote database that the stream table reads cannot be reached or read."""
 
 
 class FuseBlownError(RefreshError):
-    """More changes came at once than the stream table's fuse lets pass."""
+    """More changes arrived at once than the fuse of the stream table allows."""
 
 
 class JavaMissingError(PgtrickleError):
-    """Spark needs a Java runtime, and there is none or it is too old."""
+    """Spark needs a Java runtime, but there is none, or it is too old."""
 
 
 class EmbeddedServerError(PgtrickleError):
-    """The embedded PostgreSQL of the demo and the tests could not be set up, started or stopped."""
+    """The embedded PostgreSQL server of the demo and the tests could not be set up, started or stopped."""

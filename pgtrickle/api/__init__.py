@@ -1,1 +1,1 @@
-"""The Python API: a database, its stream tables, other databases it reads, and errors as a Python user gets them."""
+"""The Python API: databases and their stream tables, remote databases, and the translation of PostgreSQL's errors."""

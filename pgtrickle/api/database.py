@@ -1,4 +1,4 @@
-"""What a Python user imports: a database, its stream tables, and what a refresh did."""
+"""The public Python API: connect to a database, manage its stream tables, and refresh them."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ CONNECT_SECONDS = 15
 
 @dataclass(frozen=True)
 class StreamTable:
-    """A stream table and its state."""
+    """The definition of a stream table and its current state."""
 
     id: int
     name: str
-    query: str | None  # None for those who may not see it
+    query: str | None  # None if the role may not see it
     schedule: str
     refresh_mode: str
     effective_mode: str | None
@@ -68,7 +68,7 @@ class StreamTable:
 
 @dataclass(frozen=True)
 class StreamTableStatus:
-    """How fresh a stream table is, and what its last refresh did."""
+    """The freshness of a stream table and the outcome of its last refresh."""
 
     name: str
     status: str
@@ -77,8 +77,8 @@ class StreamTableStatus:
     effective_mode: str | None
     mode_reason: str | None
     reinit_reason: str | None
-    staleness: float | None  # seconds since the oldest change it lacks was committed, 0 if it lacks none
-    errors: int  # failed refreshes since the last good one
+    staleness: float | None  # seconds since the oldest change not included yet was committed; 0 if there is none
+    errors: int  # failed refreshes since the last successful one
     last_error: str | None
     last_status: str | None
     last_action: str | None
@@ -88,18 +88,22 @@ class StreamTableStatus:
 
 
 def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Database:
-    """Connect to a database; without a DSN, PGTRICKLE_DSN or libpq's own variables say where."""
+    """Connect to a database and return it as a context manager.
+
+    Without a DSN, the environment variable `PGTRICKLE_DSN` or libpq's own variables determine the database. `on_step`
+    is called with the name of each step of a refresh.
+    """
     dsn = dsn or os.environ.get(DSN_VARIABLE) or ""
     try:
         known = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
-        # libpq's message repeats the text, and with it a password.
+        # libpq's message repeats the DSN, which may contain a password.
         raise ConnectionFailedError(
             "the DSN is not one that PostgreSQL understands",
             "Write it as postgresql://user@host/database, or as key=value pairs.",
         ) from None
     if "@" in str(known.get("host", "")):
-        # The rest of a password would be printed as the host's name.
+        # An unescaped @ in the password: what follows it would be printed as part of the host name.
         raise ConnectionFailedError("the DSN has an @ in its host", "Write an @ in a password as %40.")
     limits = (
         {} if "connect_timeout" in known or "PGCONNECT_TIMEOUT" in os.environ else {"connect_timeout": CONNECT_SECONDS}
@@ -120,20 +124,26 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
 
 
 def is_worth_telling(diagnostic: psycopg.errors.Diagnostic) -> bool:
-    """Whether it is a warning. That nobody serves requests is for SQL users to know: others do the work themselves."""
+    """Whether a message of the server is a warning that the user should see.
+
+    The warning that no service is running is meant for SQL users. Python and command-line users can refresh themselves.
+    """
     about_service = "no pgtrickle service" in (diagnostic.message_primary or "")
     return diagnostic.severity_nonlocalized == "WARNING" and not about_service
 
 
 def log_warning(diagnostic: psycopg.errors.Diagnostic) -> None:
-    """Log a warning of the server's."""
+    """Log a warning of the server."""
     if is_worth_telling(diagnostic):
         hint = f" ({diagnostic.message_hint})" if diagnostic.message_hint else ""
         log.warning("%s%s", diagnostic.message_primary, hint)
 
 
 class Database(OtherDatabases):
-    """One PostgreSQL database whose stream tables are looked after."""
+    """A PostgreSQL database and its stream tables.
+
+    A context manager that closes the connection on exit. Do not use one `Database` in several threads at once.
+    """
 
     def __init__(self, conn: psycopg.Connection[Any], on_step: OnStep | None = None) -> None:
         self.conn = conn
@@ -148,23 +158,32 @@ class Database(OtherDatabases):
         self.close()
 
     def close(self) -> None:
+        """Release all claims and close the connections."""
         self.engine.claims.lease.end()
         self.engine.connections.close()
         self.conn.close()
 
     def install(self, *, service_role: str | None = None) -> int:
-        """Create or update the catalog; gives its version."""
+        """Create the catalog, or upgrade an existing one, and return its version.
+
+        `service_role` is the login that refreshes the stream tables. If it is not given, it stays the same; initially
+        it is the installing role.
+        """
         version = install(self.conn, service_role=service_role)
         self.engine.cluster.install()
         return version
 
     def upgrade(self) -> int:
+        """Upgrade the catalog to the version of this release and return that version."""
         version = upgrade(self.conn)
         self.engine.cluster.install()
         return version
 
     def uninstall(self, *, drop_tables: bool = False) -> list[str]:
-        """Remove the catalog; gives statements that only the owners of tables can run."""
+        """Remove the catalog and return the statements that remain to be run by the owners of tables.
+
+        Stream tables remain as plain tables unless `drop_tables` is set.
+        """
         require_owner(self.conn)
         require_installed(self.conn)
         self.engine.cluster.uninstall()
@@ -183,9 +202,10 @@ class Database(OtherDatabases):
         st_placement: str | None = None,
         output_distribution_column: str | None = None,
     ) -> StreamTable:
-        """Create a stream table, and fill it unless told otherwise.
+        """Create a stream table, and fill it unless `initialize` is false.
 
-        In a Citus cluster `st_placement` says where it is: local, reference or distributed, by a column if one is given.
+        In a Citus cluster, `st_placement` determines where its rows are stored: `local`, `reference` or `distributed`.
+        A distributed table is distributed by `output_distribution_column` if you pass one.
         """
         require_installed(self.conn)
         with self._tidy_where_refused(), clear_errors(name):
@@ -224,7 +244,7 @@ class Database(OtherDatabases):
 
     @contextmanager
     def _tidy_where_refused(self) -> Iterator[None]:
-        """What was prepared on the nodes of a cluster goes again if there is an error."""
+        """Undo the preparations on the nodes of a Citus cluster if the block raises an error."""
         try:
             yield
         except (psycopg.Error, PgtrickleError):
@@ -236,7 +256,7 @@ class Database(OtherDatabases):
         pass_gate(self.conn, "note_mode", id=id_, mode=mode, reason=reason)
 
     def _compile(self, query: str, placement: str | None) -> tuple[Compiled, list[str] | None]:
-        """Analyse a query before it is a stream table; gives its key too."""
+        """Compile a query that is not a stream table yet; return the result and the query's key."""
         row = self.conn.execute("SELECT coalesce(%s, pgtrickle._setting('placement'))", (placement,)).fetchone()
         on_spark = row is not None and row[0] == "spark"
         with self._candidate(query) as view:
@@ -244,18 +264,18 @@ class Database(OtherDatabases):
             key = _storable_key(compiled.program)
             if key is not None:
                 return compiled, list(key)
-            # One without a differential plan may have a key all the same.
+            # A query without a differential plan can still have a key.
             found = self.conn.execute("SELECT pgtrickle._find_key(%s::oid::regclass)", (view,)).fetchone()
             assert found is not None
             return compiled, found[0] if compiled.program is None else None
 
     @contextmanager
     def _candidate(self, query: str) -> Iterator[int]:
-        """A query as a temporary view, which is gone afterwards."""
+        """Create a temporary view of a query, yield its OID, and roll back."""
         with self.conn.transaction(force_rollback=True):
             try:
-                # The binary format brings the extended protocol, which takes one statement only: a COMMIT in the text
-                # would make permanent what follows it.
+                # The binary format forces the extended protocol, which accepts a single statement only. Otherwise a
+                # COMMIT in the text would make everything after it permanent.
                 local = self.conn.execute(
                     "SELECT pgtrickle._visible_text(pgtrickle._local_text(%s), current_setting('search_path'))",
                     (query,),
@@ -284,7 +304,12 @@ class Database(OtherDatabases):
         status: str | None = None,
         lost_members: str | None = None,
     ) -> StreamTable:
-        """Change what is given. A new query takes effect at the next refresh, which fills the table anew."""
+        """Change the properties that you pass.
+
+        A new query takes effect at the next refresh, which re-initializes the table. It must have the same columns and
+        key. `status` suspends or resumes the stream table. `lost_members` is `wait` or `keep`: while a database of a
+        set cannot be reached, wait for it, or continue with what was last read from it.
+        """
         id_ = self.id_of(name)
         with clear_errors(name):
             in_parts = query is not None and self._import_named(query)
@@ -310,18 +335,19 @@ class Database(OtherDatabases):
         return self._public(self.engine.row(id_, name))
 
     def drop_stream_table(self, name: str, *, cascade: bool = False) -> None:
+        """Drop a stream table; with `cascade` also the stream tables and views that read it."""
         id_ = self.id_of(name)
         row = self.engine.row(id_, name)
         with clear_errors(name):
             self.conn.execute("SELECT pgtrickle.drop_stream_table(%s, %s)", (name, cascade))
-        # Where one cannot be reached, the service tells it later.
+        # If a remote database cannot be reached now, the service unsubscribes later.
         with suppress(DatabaseFailedError):
             self.engine.remote.unsubscribe_dropped(row.databases)
         if row.on_nodes:
             self.engine.cluster.tidy()
 
     def _import_named(self, query: str, refresh_mode: str = "AUTO") -> bool:
-        """Make the tables of other databases and nodes known that a query names; whether it names any."""
+        """Import the tables of remote databases and Citus nodes that a query reads; return whether there are any."""
         rows = self.conn.execute(
             "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._foreign_names(%s)", (query,)
         ).fetchall()
@@ -337,7 +363,7 @@ class Database(OtherDatabases):
         return found
 
     def _resolve_foreign(self, query: str) -> bool:
-        """Find the registered databases behind the foreign tables that a query reads; whether there are any."""
+        """Determine the registered databases behind the foreign tables of a query; return whether any was found."""
         found = self.conn.execute("SELECT EXISTS (SELECT FROM pg_foreign_table)").fetchone()
         if found != (True,):
             return False
@@ -349,7 +375,7 @@ class Database(OtherDatabases):
         return any(name is not None for name in names)
 
     def _spread(self, query: str, refresh_mode: str) -> bool:
-        """Have the distributed tables that a query reads captured on all nodes of the cluster; whether there are any."""
+        """Set up capture on all Citus nodes for the distributed tables of a query; return whether there are any."""
         if self.conn.execute("SELECT pgtrickle._has_citus()").fetchone() != (True,):
             return False
         with self._candidate(query) as view:
@@ -363,29 +389,30 @@ class Database(OtherDatabases):
         return [self._public(row) for row in self.engine.rows()]
 
     def stream_table(self, name: str) -> StreamTable:
+        """The stream table with this name."""
         return self._public(self.engine.row(self.id_of(name), name))
 
     def refresh(self, name: str | Sequence[str]) -> list[RefreshResult]:
-        """Bring one or several stream tables up to date, in one Spark job.
+        """Refresh one or several stream tables, sources before their readers, with as few Spark jobs as possible.
 
-        Those that can be are refreshed; then the error names all that failed.
+        If some fail, all others are still refreshed. Then an error is raised that names all that failed.
         """
         names = [name] if isinstance(name, str) else list(name)
         return self.engine.refresh(self._ids_of(names))
 
     def refresh_all(self) -> list[RefreshResult]:
-        """Bring every stream table of the database up to date that is not suspended.
+        """Refresh all stream tables of the database that are not suspended.
 
-        Those that can be are refreshed; then the error names all that failed.
+        If some fail, all others are still refreshed. Then an error is raised that names all that failed.
         """
         require_installed(self.conn)
         ids = [row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"]
         return self.engine.refresh(ids, may_be_dropped=True)
 
     def verify(self, name: str | Sequence[str]) -> list[Verification]:
-        """Refresh stream tables, one after the other, and compare each with its query in the same snapshot.
+        """Refresh stream tables one by one, and compare each with its query in the same snapshot.
 
-        What is found is recorded, and nothing else done about it.
+        The results are recorded. Differences are not repaired.
         """
         names = [name] if isinstance(name, str) else list(name)
         return [verify(self.engine, id_) for id_ in self._ids_of(names)]
@@ -398,7 +425,7 @@ class Database(OtherDatabases):
         return result
 
     def status(self) -> list[StreamTableStatus]:
-        """Freshness and last refresh of all stream tables."""
+        """The freshness and the last refresh of all stream tables."""
         require_installed(self.conn)
         with self.conn.cursor(row_factory=psycopg.rows.class_row(StreamTableStatus)) as cursor:
             return cursor.execute(
@@ -411,15 +438,18 @@ class Database(OtherDatabases):
             ).fetchall()
 
     def staleness(self, name: str) -> float | None:
-        """Seconds since the oldest change that the stream table lacks was committed.
+        """Seconds since the oldest change was committed that the stream table does not include yet.
 
-        0 if it lacks none, None before its first refresh.
+        0 if there is no such change, `None` before the first refresh.
         """
         row = self.conn.execute("SELECT pgtrickle._staleness(%s)", (self.id_of(name),)).fetchone()
         return row[0] if row is not None else None
 
     def wait_until_fresh(self, name: str, timeout: float = 60.0) -> None:
-        """Return when the stream table includes everything that was committed before the call. Needs a service."""
+        """Wait until the stream table includes everything that was committed before the call.
+
+        Needs a running service.
+        """
         require_installed(self.conn)
         with clear_errors(name):
             self.conn.execute(
@@ -427,7 +457,11 @@ class Database(OtherDatabases):
             )
 
     def request_refresh(self, name: str, *, key: str | None = None) -> int:
-        """Ask the service for a refresh; gives the request's id. Under a key that was used before it is the same one."""
+        """Request a refresh from the service and return the id of the request.
+
+        If you pass a `key` that you have used before for this stream table, you get the same request again. A failed
+        one is filed anew.
+        """
         require_installed(self.conn)
         with clear_errors(name):
             row = self.conn.execute("SELECT pgtrickle.manual_refresh(%s, %s)", (name, key)).fetchone()
@@ -435,7 +469,7 @@ class Database(OtherDatabases):
         return int(row[0])
 
     def serve_requests(self) -> dict[str, int]:
-        """Do what the pending requests of all roles ask for; returns how many of them are now DONE, FAILED and PENDING."""
+        """Serve the pending requests of all roles; return how many of them are now `DONE`, `FAILED` and `PENDING`."""
         waiting = self.conn.execute(
             "SELECT request_id, pgt_id, kind FROM pgtrickle.pgt_requests WHERE status = 'PENDING' ORDER BY request_id"
         ).fetchall()
@@ -454,7 +488,10 @@ class Database(OtherDatabases):
         return dict(states)
 
     def wait_for_request(self, name: str, request: int, timeout: float = 60.0) -> None:
-        """Return when a request is done; raises what went wrong, or that it was not done in time."""
+        """Wait until a request is done.
+
+        Raises `RefreshError` if the request failed, and `NotInTimeError` if it was not done in time.
+        """
         try:
             self.conn.execute(
                 "CALL pgtrickle._await(%s, %s, clock_timestamp() + make_interval(secs => %s), make_interval(secs => %s))",
@@ -467,15 +504,18 @@ class Database(OtherDatabases):
             raise RefreshError(error.diag.message_primary or str(error), error.diag.message_hint) from error
 
     def pause(self) -> None:
-        """Start no refresh in this database any more; what runs is finished, changes go on being captured."""
+        """Stop services from starting refreshes in this database.
+
+        Running refreshes finish, and changes continue to be captured.
+        """
         self.conn.execute("SELECT pgtrickle.pause()")
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Let services refresh again after `pause()` or `drain()`."""
         self.conn.execute("SELECT pgtrickle.resume()")
 
     def drain(self, timeout: float = 60.0) -> None:
-        """Pause, and return when nothing runs any more."""
+        """Pause, and wait for running refreshes to finish."""
         self.conn.execute("CALL pgtrickle.drain(make_interval(secs => %s))", (timeout,))
 
     def explain(self, name: str) -> str:
@@ -485,7 +525,7 @@ class Database(OtherDatabases):
         return explain_program(row, compiled)
 
     def history(self, name: str, limit: int = 20) -> list[dict[str, Any]]:
-        """The last refreshes of a stream table, newest first."""
+        """The latest refreshes of a stream table, newest first."""
         with self.conn.cursor(row_factory=psycopg.rows.dict_row) as cursor:
             return cursor.execute(
                 "SELECT refresh_id, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,"
@@ -495,6 +535,7 @@ class Database(OtherDatabases):
             ).fetchall()
 
     def id_of(self, name: str) -> int:
+        """The `pgt_id` of a stream table."""
         return self._ids_of([name])[0]
 
     def _ids_of(self, names: Sequence[str]) -> list[int]:
@@ -536,7 +577,7 @@ def _require_differential(name: str, compiled: Compiled) -> None:
 
 
 def _require_placeable(name: str, compiled: Compiled) -> None:
-    """What reads several databases is computed on Spark, or not at all."""
+    """Refuse a query over several databases that Spark cannot compute: no database could compute it alone."""
     reason, part = compiled.reason, compiled.fragment
     if compiled.program is not None:
         try:
@@ -553,7 +594,7 @@ def _require_placeable(name: str, compiled: Compiled) -> None:
 
 
 def _storable_key(program: Program | None) -> Iterable[str] | None:
-    """The query's key, where an index can hold it."""
+    """The query's key if an index can hold it, otherwise None."""
     if program is None or program.key is None:
         return None
     types = {column.name: column.type for column in program.output}

@@ -1,4 +1,4 @@
-"""PostgreSQL's errors as a Python user gets them: ours, with a hint."""
+"""Translation of PostgreSQL's errors into the classes of `pgtrickle.errors`, with their hints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pgtrickle.refresh.failures import locked
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """PostgreSQL's errors about what is not a stream table, with their hints."""
+    """Translate PostgreSQL's errors about objects other than stream tables, and keep their hints."""
     try:
         yield
     except psycopg.OperationalError:
@@ -26,7 +26,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class clear_errors:
-    """Turns PostgreSQL's errors about a stream table into ours."""
+    """Translate PostgreSQL's errors about the named stream table, and keep their hints."""
 
     def __init__(self, name: str) -> None:
         self.name = name

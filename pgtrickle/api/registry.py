@@ -1,4 +1,4 @@
-"""The part of a database's Python API that is about other databases: the registry, sets of them, foreign tables."""
+"""The part of the Python API that deals with remote databases: the registry, database sets and foreign tables."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from pgtrickle.sites.remote.databases import NotThereError
 
 
 class OtherDatabases:
-    """Other databases whose tables queries may name, alone or as members of a set."""
+    """Methods for remote databases, whose tables queries can name individually or through a database set."""
 
     conn: psycopg.Connection[Any]
     engine: Engine
 
     def add_database(self, name: str, dsn: str, *, roles: Sequence[str] = ()) -> RegisteredDatabase:
-        """Register another database, whose tables queries may then name as `name.schema.table`.
+        """Register a remote database; queries can then name its tables as `name.schema.table`.
 
-        A password must not be in the DSN: name a variable instead, as `${PGTRICKLE_CRM_PASSWORD}`. `roles` may use it besides
-        administrators. Registered again under the same name it gets another DSN.
+        The DSN must not contain a password. Name an environment variable instead: `password=${PGTRICKLE_CRM_PASSWORD}`.
+        In addition to administrators, the `roles` may use the database. To change the DSN of a registered database,
+        register it again under the same name.
         """
         require_installed(self.conn)
         known = storable(dsn)
@@ -49,12 +50,12 @@ class OtherDatabases:
         return next(one for one in self.databases() if one.name == name)
 
     def databases(self) -> list[RegisteredDatabase]:
-        """Other databases whose tables queries may name."""
+        """The registered databases."""
         require_installed(self.conn)
         return registered(self.conn)
 
     def check_database(self, name: str) -> str | None:
-        """Why a registered database cannot be read; None if it can."""
+        """The reason why a registered database cannot be read, or `None` if it can be."""
         require_installed(self.conn)
         try:
             with self.engine.remote.open(name) as conn:
@@ -77,12 +78,19 @@ class OtherDatabases:
         return None
 
     def remove_database(self, name: str) -> None:
+        """Remove a registered database or a database set. Drop the stream tables that name it first.
+
+        A database that is a member of a set is taken out of the set.
+        """
         require_installed(self.conn)
         with plain_errors():
             remove(self.conn, name)
 
     def import_table(self, database: str, table: str) -> None:
-        """Make a table of a registered database known here, so that SQL can name it too; or look at it again."""
+        """Import a table of a registered database, so that queries in SQL can name it.
+
+        Importing a table again updates its definition here.
+        """
         require_installed(self.conn)
         try:
             with plain_errors():
@@ -101,10 +109,11 @@ class OtherDatabases:
         server: str | None = None,
         roles: Sequence[str] = (),
     ) -> DatabaseSet:
-        """Register a set of databases: `name.schema.table` then stands for that table in all of them.
+        """Register a database set; queries can then name `name.schema.table` to read that table in all its members.
 
-        Members are the registered databases that are named, and those whose names fit the pattern (`tenant_*`), also
-        those that are registered later. With the DSN of a server its databases that fit it are registered by themselves.
+        The members are the registered databases that you name, and those whose names match `pattern` (`tenant_*`),
+        including databases registered later. If you pass the DSN of a `server`, the databases on it that match the
+        pattern are registered automatically.
         """
         require_installed(self.conn)
         if not members and pattern is None:
@@ -119,12 +128,16 @@ class OtherDatabases:
         return next(one for one in self.database_sets() if one.name == name)
 
     def database_sets(self) -> list[DatabaseSet]:
-        """Sets of databases, with their members."""
+        """The registered database sets, with their members."""
         require_installed(self.conn)
         return registered_sets(self.conn)
 
     def resolve_foreign_table(self, table: str, database: str | None = None) -> str | None:
-        """Say which registered database a foreign table of postgres_fdw stands for, or find out; None where that fails."""
+        """Associate a foreign table of postgres_fdw with the registered database it points to, and return its name.
+
+        Without `database`, the registered database is determined from the address of the foreign server. Returns `None`
+        if none is found.
+        """
         require_installed(self.conn)
         with plain_errors():
             row = self.conn.execute("SELECT %s::regclass::oid::bigint", (table,)).fetchone()
