@@ -1,1 +1,1 @@
-"""The service: looks after the stream tables of many databases by itself."""
+"""The service, which keeps the stream tables of many databases fresh."""

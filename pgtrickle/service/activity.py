@@ -1,4 +1,7 @@
-"""Which databases of a server are being written to, seen over one connection: others have none while they rest."""
+"""Detect over a single connection which databases of a server are being written to.
+
+With a connection budget, idle schedulers may have no connection of their own that could notice it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from typing import Any
 import psycopg
 
 ACTIVITY_SECONDS = 0.5
-LOST_SECONDS = 5.0  # after which nobody relies on it any more
+LOST_SECONDS = 5.0  # after which the last look is too old to rely on
 
-# Statistics are the only thing that a server tells of all its databases at once.
+# Statistics are the only information that a server gives about all its databases over one connection.
 _COUNTS = (
     "SELECT datname, tup_inserted + tup_updated + tup_deleted FROM pg_stat_database"
     " WHERE datname IS NOT NULL AND current_setting('track_counts')::boolean"
@@ -21,7 +24,7 @@ _COUNTS = (
 
 @dataclass
 class ServerActivity:
-    """Wakes who looks after a database when rows were written there. For all threads."""
+    """Calls back when rows were written to a database. Shared by all threads."""
 
     _counts: dict[str, int] = field(default_factory=dict)
     _wakes: dict[str, Callable[[], None]] = field(default_factory=dict)
@@ -29,11 +32,11 @@ class ServerActivity:
 
     @property
     def beats(self) -> bool:
-        """Whether it can be relied on now."""
+        """Whether the last look is recent enough to rely on."""
         return time.monotonic() - self._at < LOST_SECONDS
 
     def heed(self, database: str, wake: Callable[[], None] | None) -> None:
-        """Call this when the database was written to; None to end that."""
+        """Register a callback for writes to the database; None removes it."""
         if wake is None:
             self._wakes.pop(database, None)
         else:

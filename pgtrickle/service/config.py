@@ -1,4 +1,7 @@
-"""What is the service's own business, not a database's: servers, lease, address, log. From pgtrickle.toml and flags."""
+"""The configuration of the service process from pgtrickle.toml and flags: servers, lease, addresses, log format.
+
+Settings of a database are in `settings.py`.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,23 @@ class ConfigError(PgtrickleError):
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """A server to watch: a DSN of any of its databases, and which of them, if not all."""
+    """A server to watch: the DSN of any of its databases, and optionally which of them to serve."""
 
     name: str
     dsn: str
     databases: tuple[str, ...] | None = None
-    max_connections: int | None = None  # of ours to it at a time; as many as it takes, if None
-    trusted_owners: tuple[str, ...] = ()  # roles there whose catalogs are served, besides those of ServiceConfig
+    max_connections: int | None = None  # of the service to this server at a time; None for no limit
+    trusted_owners: tuple[str, ...] = ()  # roles whose catalogs are served here, in addition to those of ServiceConfig
 
 
 @dataclass(frozen=True)
 class BrokerConfig:
-    """Where a broker offers what it read to other services. Anywhere but on this machine it does so by TLS only."""
+    """Where a broker offers shared cuts to other services. TLS is required unless it listens on this machine only."""
 
     listen: str = "127.0.0.1:0"
-    certificate: Path | None = None  # of the broker and those that signed it, in PEM
+    certificate: Path | None = None  # certificate chain of the broker, in PEM
     key: Path | None = None
-    ca: Path | None = None  # whom to trust as signers of other brokers' certificates; the system's roots, if None
+    ca: Path | None = None  # trusted CAs for the certificates of other brokers; None for the system's roots
 
     def __post_init__(self) -> None:
         host, _, port = self.listen.rpartition(":")
@@ -65,7 +68,7 @@ class BrokerConfig:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             if self.certificate is not None:
-                # An empty password: without one, OpenSSL would ask the terminal for that of an encrypted key.
+                # With no password argument, OpenSSL would prompt on the terminal for the one of an encrypted key.
                 context.load_cert_chain(self.certificate, self.key, password="")
         except OSError as error:
             raise ConfigError(
@@ -82,7 +85,7 @@ class BrokerConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine only. No host name but localhost counts as one."""
+    """Whether an address can be reached from this machine only. `localhost` is the only host name that counts."""
     try:
         return ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -98,11 +101,13 @@ def _is_wildcard(host: str) -> bool:
 
 @dataclass(frozen=True)
 class ServiceConfig:
+    """The configuration of a service process."""
+
     servers: tuple[ServerConfig, ...]
     lease_seconds: float = 30.0
-    list_seconds: float = 10.0  # between looks for new databases
-    replica_seconds: float = 30.0  # between looks whether a replica was promoted
-    drain_seconds: float = 30.0  # for what runs, when the service is told to end
+    list_seconds: float = 10.0  # between checks for new databases
+    replica_seconds: float = 30.0  # between checks whether a replica was promoted
+    drain_seconds: float = 30.0  # how long running refreshes may take when the service stops
     http: str | None = "127.0.0.1:9187"
     broker: BrokerConfig = BrokerConfig()
     log_format: str = "text"
@@ -123,7 +128,7 @@ def load_config(
     trusted_owners: Sequence[str] = (),
     **given: Any,
 ) -> ServiceConfig:
-    """The configuration: the file's, or one server where a DSN is given; flags that are given come first."""
+    """The configuration from the file, or for a single server if a DSN is given. Flags take precedence."""
     if path is not None or (dsn is None and Path(FILE).exists()):
         config = _read(path or Path(FILE))
     else:

@@ -1,7 +1,7 @@
-"""Connections of the service: named for what they do, so that the server's own views tell who is who.
+"""The service's connections, with application names that identify them in the server's own views.
 
-Where a budget is set there are never more of them to a server at a time, however many databases it has: who rests gives way
-to who works.
+With a budget, the service never has more connections to a server at a time, however many databases it has: idle
+connections yield their slot to active ones.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pgtrickle.catalog.trust import Trust
 from pgtrickle.postgres.connection import connect_with_rights
 from pgtrickle.service.scheduling.fair_queue import ServerLimit
 
-# A server that vanished is noticed within half a minute, not after the kernel's two hours.
+# Notice a server that vanished within half a minute; with the kernel's defaults it would take two hours.
 _ALIVE = {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
 
-GONE_SECONDS = 5.0  # that the server may take to end a session
-LEAST = 4  # the launcher, a scheduler, a worker, and one to spare
+GONE_SECONDS = 5.0  # how long to wait for the server to end a session
+LEAST = 4  # the launcher, a scheduler, a worker, and a spare one
 
 
 def open_connection(
     dsn: str, name: str, database: str | None = None, trust: Trust | None = None
 ) -> psycopg.Connection[Any]:
-    """A connection to the DSN's database, or to another one of the same server whose catalog, if any, is to be trusted."""
+    """Connect to the DSN's database, or to another one on its server, whose catalog (if any) must be trusted."""
     target = {"dbname": database} if database is not None else {}
     known = psycopg.conninfo.conninfo_to_dict(dsn)
     alive = {key: value for key, value in _ALIVE.items() if key not in known}
@@ -39,39 +39,39 @@ def open_connection(
 
 
 def close_and_wait(conn: psycopg.Connection[Any]) -> None:
-    """Close a connection and wait until the server has ended its session: only then its place there is free."""
+    """Close a connection and wait until the server has ended its session, which frees the connection slot."""
     if conn.closed:
         return
-    # The server's process closes its end by ending. libpq does not wait for that.
+    # The backend closes its end of the socket when it exits. libpq does not wait for that.
     with socket.socket(fileno=os.dup(conn.fileno())) as other_end:
         conn.close()
         other_end.settimeout(GONE_SECONDS)
-        with suppress(OSError):  # it was lost, or takes long: no reason not to go on
+        with suppress(OSError):  # the connection was lost, or the server takes too long: continue anyway
             while other_end.recv(4096):
                 pass
 
 
 class Budget:
-    """How many connections to one server there may be; None for as many as it takes."""
+    """The service's connections to one server: at most so many at a time, or unlimited if None."""
 
     def __init__(self, dsn: str, most: int | None = None, trust: Trust | None = None) -> None:
         self.dsn = dsn
         self.most = most
         self.trust = trust
         self._open = 0
-        self._resting: list[psycopg.Connection[Any]] = []  # the one that rested longest first
+        self._resting: list[psycopg.Connection[Any]] = []  # idle connections, the longest idle first
         self._changed = threading.Condition()
-        # Workers leave places for the launcher and the schedulers, who keep the lease.
+        # Reserve slots for the launcher and for the schedulers, which renew the lease.
         self._workers = threading.BoundedSemaphore(most - 2) if most is not None else None
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """One more worker has a connection in use."""
+        """Hold one of the slots for workers; waits until one is free."""
         with self._workers if self._workers is not None else nullcontext():
             yield
 
     def limit(self, server: str) -> ServerLimit | None:
-        """How many workers find a connection."""
+        """How many workers can have a connection to the server; None if there is no budget."""
         return ServerLimit(server, self.most - 2) if self.most is not None else None
 
     @property
@@ -79,7 +79,7 @@ class Budget:
         return self.most is not None
 
     def open(self, name: str, database: str | None = None) -> psycopg.Connection[Any]:
-        """A connection; waits until there is room for it."""
+        """Open a connection. Closes an idle one or waits if the budget is used up."""
         with self._changed:
             while self.most is not None and self._open >= self.most and not self._resting:
                 self._changed.wait()
@@ -94,20 +94,20 @@ class Budget:
             raise
 
     def close(self, conn: psycopg.Connection[Any]) -> None:
-        """Give a connection back that is in use."""
+        """Close a connection that is in use and free its slot."""
         if self.bounded:
             close_and_wait(conn)
         conn.close()
         self._gone()
 
     def rest(self, conn: psycopg.Connection[Any]) -> None:
-        """It is not needed for now: others may have its place."""
+        """Mark a connection as idle: it may be closed to free its slot."""
         with self._changed:
             self._resting.append(conn)
             self._changed.notify()
 
     def resume(self, conn: psycopg.Connection[Any]) -> bool:
-        """Whether a connection that rested is still there; then it is in use again."""
+        """Take an idle connection back into use; False if it was closed meanwhile."""
         with self._changed:
             kept = any(conn is other for other in self._resting)
             self._resting = [other for other in self._resting if other is not conn]
@@ -117,7 +117,7 @@ class Budget:
 
     @contextmanager
     def using(self, name: str, database: str | None = None) -> Iterator[psycopg.Connection[Any]]:
-        """A connection for a while."""
+        """Open a connection for the block and close it afterwards."""
         conn = self.open(name, database)
         try:
             yield conn
@@ -131,7 +131,10 @@ class Budget:
 
 
 class Seat:
-    """A connection that is needed again and again. Within a budget it rests in between, and may be another the next time."""
+    """A connection that is used repeatedly.
+
+    With a budget it is idle between uses, and may be replaced by a new connection the next time.
+    """
 
     def __init__(self, budget: Budget, name: str, database: str) -> None:
         self._budget = budget
@@ -139,21 +142,21 @@ class Seat:
         self._database = database
         self._conn: psycopg.Connection[Any] | None = None
         self._given_up = False
-        self.opened = 0  # times
+        self.opened = 0  # how many times
 
     @property
     def rests(self) -> bool:
-        """Whether it is given up between uses."""
+        """Whether the connection may be closed between uses."""
         return self._budget.bounded
 
     @property
     def held(self) -> psycopg.Connection[Any] | None:
-        """The connection, where it stays while it is not used."""
+        """The connection, if it stays open between uses."""
         return None if self._budget.bounded else self._conn
 
     @property
     def broken(self) -> bool:
-        """Whether it was lost, not given up."""
+        """Whether the connection was lost rather than released."""
         if self._conn is None:
             return not self._given_up
         return not self._budget.bounded and (self._conn.closed or self._conn.broken)
@@ -171,7 +174,7 @@ class Seat:
                 self._budget.rest(self._conn)
 
     def give_up(self) -> None:
-        """Close it until it is used again."""
+        """Close the connection until the next use."""
         self.close()
         self._given_up = True
 

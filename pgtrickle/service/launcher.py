@@ -1,4 +1,4 @@
-"""The launcher: watches servers, and keeps a scheduler running for each of their databases that wants one."""
+"""The launcher: watches a server and keeps a scheduler running for each of its databases that is to be served."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ _DATABASES = (
 )
 LONGEST_BACKOFF = 60.0
 FIRST_RETRY, LONGEST_RETRY = 0.5, 5.0  # seconds between attempts to reach a server
-LEAST_PAUSE = 0.2  # between two rounds
+LEAST_PAUSE = 0.2  # seconds between two rounds
 
 
 @dataclass
 class Watched:
-    """A database that the launcher knows."""
+    """What the launcher knows about a database."""
 
     scheduler: Scheduler | None = None
     tended: Tended | None = None
     problem: str | None = None  # why it is not served
-    crash: str | None = None  # how its scheduler ended, again and again
-    told: str | None = None  # what its own health shows
-    attempts: int = 0  # that failed, one after the other
+    crash: str | None = None  # how its scheduler crashes repeatedly
+    told: str | None = None  # the last problem that was reported in the database itself
+    attempts: int = 0  # consecutive failures
     not_before: float = 0.0
 
     @property
     def served(self) -> bool:
-        """Whether a scheduler looks after it and has done so at least once."""
+        """Whether a scheduler is running and has completed at least one tick."""
         return self.scheduler is not None and self.scheduler.alive and self.scheduler.ticked
 
 
@@ -80,14 +80,14 @@ class Launcher:
         self.budget = Budget(self.server.dsn, self.server.max_connections, self.trust)
         self.activity = ServerActivity()
         self._stop = threading.Event()
-        self._news = threading.Event()  # a scheduler serves its database, or has ended
+        self._news = threading.Event()  # a scheduler has begun to serve its database, or has ended
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-launcher-{self.server.name}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def drain(self) -> None:
-        """Start nothing new."""
+        """Start no new refreshes."""
         self._stop.set()
         self._news.set()
         for watched in list(self.databases.values()):
@@ -109,7 +109,7 @@ class Launcher:
     def unserved(self) -> dict[str, str]:
         """Databases that should be served and are not, with the reason.
 
-        Databases without a catalog count only if the configuration names them, databases that are switched off never.
+        Databases without a catalog count only if the configuration names them; disabled databases never count.
         """
         if self.in_recovery or self.problem is not None or self.rounds == 0:
             return {}
@@ -140,7 +140,7 @@ class Launcher:
                 self._stop.wait(self.config.list_seconds)
 
     def _watch(self, conn: psycopg.Connection[Any]) -> None:
-        """Look after the databases of the server until told to stop, or to leave the connection's own database alone."""
+        """Serve the server's databases until stopped, or until this connection's own database is to be released."""
         while not self._stop.is_set():
             row = conn.execute("SELECT pg_catalog.pg_is_in_recovery()").fetchone()
             recovering = row == (True,)
@@ -164,12 +164,12 @@ class Launcher:
             self._pause(conn, self.config.list_seconds)
 
     def _is_released(self, name: str) -> bool:
-        """Whether no connection to a database is wanted: it is paused, and nothing runs there."""
+        """Whether a database must not have connections now: it is paused, and nothing runs there."""
         watched = self.databases.get(name)
         return watched is not None and watched.scheduler is not None and watched.scheduler.released
 
     def _pause(self, conn: psycopg.Connection[Any], seconds: float) -> None:
-        """Until the databases are listed again. Those that have no connection meanwhile are watched from here."""
+        """Wait until the databases are to be listed again; with a budget, meanwhile watch for writes to idle ones."""
         deadline = time.monotonic() + seconds
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
             if self._await_news(min(left, ACTIVITY_SECONDS) if self.budget.bounded else left):
@@ -178,7 +178,7 @@ class Launcher:
                 self.activity.look(conn)
 
     def _await_news(self, seconds: float) -> bool:
-        """Whether a round is due before that time: a scheduler serves or has ended, or one is to be tried again."""
+        """Wait; True if a round is due earlier: a scheduler has started or ended, or a retry is due."""
         retries = [
             watched.not_before
             for watched in self.databases.values()
@@ -192,7 +192,7 @@ class Launcher:
         return True
 
     def _keep(self, names: set[str]) -> None:
-        """A scheduler for each of these databases that wants one, and for no other."""
+        """Run a scheduler for each of these databases that can be served, and for no others."""
         for name in [name for name in self.databases if name not in names]:
             gone = self.databases.pop(name)
             if gone.scheduler is not None:
@@ -206,7 +206,7 @@ class Launcher:
                 log.info("served again", extra=self._about(name))
                 watched.problem = None
             if watched.served and time.monotonic() > watched.not_before:
-                watched.attempts, watched.crash, watched.told = 0, None, None  # it has lasted
+                watched.attempts, watched.crash, watched.told = 0, None, None  # it has run long enough
             if watched.scheduler is not None and not watched.scheduler.alive:
                 self._ended(name, watched, watched.scheduler)
             if watched.scheduler is None and time.monotonic() >= watched.not_before:
@@ -215,22 +215,22 @@ class Launcher:
     def _ended(self, name: str, watched: Watched, scheduler: Scheduler) -> None:
         watched.scheduler = None
         if scheduler.failure is None or isinstance(scheduler.failure, ReconnectError):
-            watched.not_before = 0.0  # it did not crash: the next one may begin at once
+            watched.not_before = 0.0  # it did not crash: the next one may start at once
             return
         assert watched.tended is not None
         error, former = scheduler.failure, watched.problem
         explained = is_explained(error, self.budget, name)
         if explained and not isinstance(error, psycopg.OperationalError):
-            watched.not_before = 0.0  # the next attempt tells why it is not served
+            watched.not_before = 0.0  # the next attempt reports why it is not served
             return
         watched.tended.counters.crashes += 1
         self._postpone(name, watched, f"its scheduler ended: {_first_line(error)}")
-        watched.crash = watched.problem if watched.attempts > 1 else None  # one may be a restart of the server
+        watched.crash = watched.problem if watched.attempts > 1 else None  # a single one may be a server restart
         if watched.problem != former and not explained:
             log.error("a scheduler crashed", extra=self._about(name), exc_info=error)
 
     def _try(self, name: str, watched: Watched) -> None:
-        """Start a scheduler if the database has a catalog that this release knows, and is not switched off."""
+        """Start a scheduler if the database has a catalog of this release and is not disabled."""
         attached: Mapping[str, str] | None = None
         try:
             with self.budget.using("launcher", name) as conn:
@@ -250,7 +250,7 @@ class Launcher:
             elif watched.problem != obstacle and obstacle != NOT_INSTALLED:
                 log.warning("not served: %s", obstacle, extra=self._about(name))
             watched.problem = obstacle
-            # Most databases of a server may have nothing to do with us: looked at more and more seldom.
+            # Most databases of a server may have no catalog: check those less and less often.
             watched.attempts = min(watched.attempts + 1, 6)
             watched.not_before = time.monotonic() + self.config.list_seconds * (
                 watched.attempts if obstacle == NOT_INSTALLED else 1
@@ -283,13 +283,13 @@ class Launcher:
         watched.scheduler.start()
         if watched.problem is None or watched.attempts == 0:
             log.info("scheduler started", extra=self._about(name))
-        watched.not_before = time.monotonic() + LONGEST_BACKOFF  # until then it may be crashing again and again
+        watched.not_before = time.monotonic() + LONGEST_BACKOFF  # if it ends before, it may be crashing repeatedly
 
     def _crowded(self) -> str | None:
         served = [one.tended.settings for one in self.databases.values() if one.scheduler is not None and one.tended]
         limits = [settings.most_databases if settings is not None else 0 for settings in served]
         if not limits or not all(limits) or len(served) < max(limits):
-            return None  # the owner of one database cannot limit the others: all that are served have to say so
+            return None  # the owner of one database cannot limit the others: all served databases must set a limit
         return f"pg_trickle.max_databases is {max(limits)}"
 
     def _postpone(self, name: str, watched: Watched, problem: str) -> None:
@@ -301,7 +301,7 @@ class Launcher:
 
     @property
     def settings(self) -> list[Settings]:
-        """Of all databases that are or were served."""
+        """The settings of all databases that are or were served."""
         tended = [watched.tended for watched in list(self.databases.values()) if watched.tended is not None]
         return [one.settings for one in tended if one.settings is not None]
 
@@ -315,7 +315,7 @@ class Launcher:
 
 
 def _tell_health(conn: psycopg.Connection[Any], watched: Watched, problem: str | None) -> None:
-    """Let the database itself know why it is not served, once for each reason."""
+    """Emit an event in the database that says why it is not served, once for each reason."""
     if problem is not None and problem != watched.told:
         conn.execute("SELECT pgtrickle._emit('not_served', NULL, %s)", (Jsonb({"reason": problem}),))
         watched.told = problem

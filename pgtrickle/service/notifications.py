@@ -1,4 +1,4 @@
-"""Waiting for a connection's notifications in a way that other threads can end."""
+"""Wait for a connection's notifications; other threads can end the wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psycopg
 
 
 class Waker:
-    """Sleeps until the server notifies, or another thread of this process says that there is something to do."""
+    """Sleeps until the server sends a notification or another thread of this process calls `wake()`."""
 
     def __init__(self) -> None:
         self._mine, self._theirs = socket.socketpair()
@@ -20,12 +20,12 @@ class Waker:
             end.setblocking(False)
 
     def wake(self) -> None:
-        """End the present sleep, or the next one at once."""
-        with suppress(OSError):  # full: it was woken already; closed: nobody sleeps any more
+        """End the current sleep; if there is none, the next one ends at once."""
+        with suppress(OSError):  # buffer full: already woken; closed: no sleep will follow
             self._theirs.send(b".")
 
     def sleep(self, conn: psycopg.Connection[Any] | None, seconds: float) -> bool:
-        """Whether somebody woke us before the time was over."""
+        """Sleep; True if woken before the time was over."""
         deadline = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._mine, selectors.EVENT_READ)
@@ -38,8 +38,8 @@ class Waker:
                         while self._mine.recv(4096):
                             pass
                     return True
-                # Anything else that a server sends by itself, a notice or its farewell, wakes nobody: the latter is an error.
-                # All that came are taken: psycopg would keep those that nobody asks for.
+                # Other unsolicited messages do not count: a notice is ignored, and the end of the connection raises an
+                # error. Take all notifications that have arrived: psycopg would keep those that are not fetched.
                 if conn is not None and conn in ready and list(conn.notifies(timeout=0)):
                     return True
         return False

@@ -1,4 +1,4 @@
-"""Why a database is not served."""
+"""The reasons why a database cannot be served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pgtrickle.service.settings import read_settings
 NOT_INSTALLED = "it has no pgtrickle catalog"
 DISABLED = "pg_trickle.enabled is off"
 
-# What statements of ours run into when the catalog is removed or replaced.
+# Errors of the service's statements after the catalog was removed or replaced.
 _MISSING = (
     psycopg.errors.UndefinedTable,
     psycopg.errors.UndefinedColumn,
@@ -27,7 +27,7 @@ _MISSING = (
 
 
 def find_obstacle(conn: psycopg.Connection[Any], budget: Budget) -> str | None:
-    """Why the database of this connection is not served; None if it is."""
+    """The reason why the database of this connection cannot be served; None if it can."""
     try:
         version = installed_version(conn) if require_trusted(conn, budget.trust or Trust()) else None
     except UntrustedCatalogError as error:
@@ -45,7 +45,7 @@ def find_obstacle(conn: psycopg.Connection[Any], budget: Budget) -> str | None:
 
 
 def is_explained(error: BaseException, budget: Budget, database: str) -> bool:
-    """Whether an error is no fault of the service: a lost connection, or a catalog that was removed or replaced meanwhile."""
+    """Whether an error is not a fault of the service: the connection was lost, or the catalog removed or replaced."""
     if isinstance(error, psycopg.OperationalError):
         return True
     if not isinstance(error, _MISSING):
@@ -54,4 +54,4 @@ def is_explained(error: BaseException, budget: Budget, database: str) -> bool:
         with budget.using("launcher", database) as conn:
             return find_obstacle(conn, budget) is not None
     except (psycopg.Error, UntrustedCatalogError):
-        return True  # the database is gone, or its catalog is somebody else's
+        return True  # the database is gone, or its catalog now belongs to an untrusted role

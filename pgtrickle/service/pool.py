@@ -1,4 +1,4 @@
-"""The workers of the service, shared by all databases."""
+"""The pool of worker threads, which all databases share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgtrickle.service.scheduling.fair_queue import FairQueue, Task
 
 
 class Pool:
-    """Workers as threads. Each takes the task whose turn it is."""
+    """Worker threads. Each runs the task that the fair queue chooses next."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -39,7 +39,7 @@ class Pool:
             self._changed.notify_all()
 
     def know(self, database: str, owners: Iterable[int]) -> None:
-        """Who has stream tables in a database; none when it is no longer served."""
+        """Set the owners of stream tables in a database; none if it is no longer served."""
         with self._changed:
             self._queue.know(database, owners)
             self._changed.notify_all()
@@ -51,14 +51,14 @@ class Pool:
             self._changed.notify_all()
 
     def drop(self, database: str) -> list[Task]:
-        """Take back what waits for a database; what runs goes on."""
+        """Remove and return the waiting tasks of a database; running ones continue."""
         with self._changed:
             dropped = [task for task in self._waiting if task.database == database]
             self._waiting = [task for task in self._waiting if task.database != database]
             return dropped
 
     def stop(self, seconds: float) -> bool:
-        """Start nothing more and wait for what runs; False if it did not end in time."""
+        """Start no more tasks and wait for the running ones; False if they did not end in time."""
         deadline = time.monotonic() + seconds
         with self._changed:
             self._stopping = True

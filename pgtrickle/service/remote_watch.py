@@ -1,4 +1,4 @@
-"""Looking at other databases for changes that stream tables here read: one look for all that are interested."""
+"""Poll remote databases for changes to sources of local stream tables, once for all schedulers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from pgtrickle.sites.remote.connections import Connections
 log = logging.getLogger("pgtrickle.watch")
 
 LOOKS_AT_ONCE = 8
-# Who was not asked about for a while is not looked at any more.
+# Databases nobody has asked about recently are no longer polled.
 FORGET_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """What a database showed, and when that look began: sources with changes, the transactions that made them, and since
-    when at the earliest these were committed.
+    """The result of polling a database: sources with changes, the transactions that made them, and a lower bound of
+    their commit times.
     """
 
-    at: float = 0.0  # time.time()
+    at: float = 0.0  # time.time() when the poll began
     active: tuple[tuple[str, int, float], ...] = ()
     problem: str | None = None
 
     def next(self, at: float, rows: Sequence[tuple[str, int, float | None]]) -> Look:
-        """The look after this one, that began at this moment and found sources, transactions, and for how many seconds they
-        have been there at most.
+        """The next look, from a poll that began at time `at`.
+
+        Each row is a source, a transaction, and an upper bound of the age of its changes in seconds.
         """
         known = {(name, xid): since for name, xid, since in self.active}
         new = ((name, xid, max(self.at, at - seconds if seconds is not None else 0.0)) for name, xid, seconds in rows)
@@ -49,12 +50,12 @@ class _Watched:
     last: Look = field(default_factory=Look)
     begun: float = 0.0
     running: Future[None] | None = None
-    wake: dict[str, Callable[[], None]] = field(default_factory=dict)  # by who is interested
+    wake: dict[str, Callable[[], None]] = field(default_factory=dict)  # by scheduler
 
 
 @dataclass
 class RemoteWatch:
-    """For all schedulers of a service. A database that does not answer keeps nobody from looking at the others."""
+    """Polls remote databases for all schedulers of a service. One that does not answer does not delay the others."""
 
     connections: Connections = field(default_factory=Connections)
 
@@ -68,7 +69,7 @@ class RemoteWatch:
     def looks(
         self, who: str, databases: Mapping[str, str], interval: float, wake: Callable[[], None]
     ) -> dict[str, Look]:
-        """The last look at each of these databases (names and DSNs); they are looked at from now on."""
+        """The last look at each of these databases (name to DSN), which are polled from now on."""
         if not databases:
             return {}
         now = time.monotonic()
@@ -84,7 +85,7 @@ class RemoteWatch:
             return found
 
     def leave(self, who: str) -> None:
-        """Databases that nobody else is interested in are no longer looked at, and connections to them are closed."""
+        """End polling for a scheduler; idle connections to databases that no other scheduler polls are closed."""
         with self._changed:
             for dsn, one in list(self._watched.items()):
                 one.wake.pop(who, None)
@@ -93,7 +94,7 @@ class RemoteWatch:
                     self.connections.close_idle_to(dsn)
 
     def run(self, call: Callable[[], None]) -> None:
-        """Do something in another database, beside everything else. Where that fails, it is done another time."""
+        """Run a call that uses a remote database in the background. A failure is only logged: callers try again."""
 
         def attempt() -> None:
             try:

@@ -1,4 +1,4 @@
-"""The scheduler of one database: looks every second what there is to do, and gives it to the workers."""
+"""The scheduler of one database: checks at every tick what is due and submits it to the workers."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ PRUNE_SECONDS = 60.0
 AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
-VERIFY_PAUSE_SECONDS = 1.0  # between two comparisons of a stream table that were asked for
-LOOK_SECONDS = 1.0  # between two that are written down
-PAUSED_SECONDS = 3.0  # between two looks at a database that is paused
-PAUSE_SECONDS = 0.1  # between two ticks, at least: everybody can notify
+VERIFY_PAUSE_SECONDS = 1.0  # between two requested comparisons of a stream table
+LOOK_SECONDS = 1.0  # between two recorded looks at remote databases
+PAUSED_SECONDS = 3.0  # between two checks whether a database is still paused
+PAUSE_SECONDS = 0.1  # at least, between two ticks: any role can send notifications
 LOCK_TIMEOUT, STATEMENT_TIMEOUT = "5s", "10min"
-STEP_LOCK_TIMEOUT = "500ms"  # of what a tick can do without
+STEP_LOCK_TIMEOUT = "500ms"  # in steps that a tick can skip
 _HELD_UP = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)
 
 
 @dataclass
 class Counters:
-    """What metrics tell of a database."""
+    """The counters of a database that are exposed as metrics."""
 
     ticks: int = 0
     tick_seconds: float = 0.0
@@ -76,22 +76,22 @@ class Counters:
 
 @dataclass
 class Tended:
-    """A database and what outlives its scheduler: connections, what workers are at, counts."""
+    """A served database and the state that outlives its scheduler: connections, running refreshes, counters."""
 
-    name: str  # among all servers
+    name: str  # unique among all servers
     workers: Workers
-    limit: ServerLimit | None = None  # where the server has a budget of connections
+    limit: ServerLimit | None = None  # if the server has a connection budget
     busy: set[int] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     counters: Counters = field(default_factory=Counters)
     settings: Settings | None = None
-    # Jobs whose worker could not say what became of them, and the errors that ended it.
+    # Jobs whose outcome the worker could not record, each with the error that ended the worker.
     lost: list[tuple[int, Exception]] = field(default_factory=list)
 
 
 @dataclass
 class Scheduler:
-    """Looks after one database until it is stopped, the database disabled, or something breaks."""
+    """Serves one database until it is stopped, the database is disabled, or an error occurs."""
 
     tended: Tended
     pool: Pool
@@ -100,13 +100,13 @@ class Scheduler:
     on_settings: Callable[[], None] = lambda: None
     activity: ServerActivity = field(default_factory=ServerActivity)
     rotation: Rotation = field(default_factory=Rotation)
-    on_news: Callable[[], None] = lambda: None  # it serves the database, or has ended
+    on_news: Callable[[], None] = lambda: None  # called when it has begun to serve the database, and when it has ended
     attached: Mapping[str, str] | None = (
-        None  # settings of the database just before; the session has them, or later ones
+        None  # attached settings as read before the session was opened, which has these or later ones
     )
-    draining: bool = False  # start nothing new
+    draining: bool = False  # start no new refreshes
     ticked: bool = False  # at least once
-    released: bool = False  # paused, and without a connection but for a moment now and then
+    released: bool = False  # paused, with a connection only for occasional checks
     failure: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -117,37 +117,37 @@ class Scheduler:
         self._seat = Seat(self.workers.budget, "scheduler", self.database)
         self._stop = threading.Event()
         self._waker: Waker | None = None  # while it runs
-        self._unsettled = False  # a schedule that somebody's lock kept from being settled
+        self._unsettled = False  # a locked row kept a schedule from being settled
         self._paused = False
-        self._hungry = False  # something is due and cannot be begun before something else ends
+        self._hungry = False  # something is due that cannot start before a running refresh ends
         self._graph = DependencyGraph()
         self._owners: dict[int, int] = {}
         self._known: dict[int, datetime] = {}
-        self._others: dict[str, str] = {}  # databases that stream tables here read, with their DSNs
+        self._others: dict[str, str] = {}  # DSNs of the remote databases that stream tables here read
         self._told_looks: dict[str, tuple[float, str | None]] = {}
         self._looked = 0.0
-        self._hears = False  # whether a NOTIFY is heard here
-        self._has_company = False  # other services look after this database, too
+        self._hears = False  # whether the connection receives notifications
+        self._has_company = False  # other services serve this database too
         self._told_wrong: dict[str, str] = {}
-        self._held_up: set[str] = set()  # steps that somebody's lock keeps from being done
+        self._held_up: set[str] = set()  # steps that a lock or a timeout currently prevents
         self._alerted: set[str] = set()
         self._told_settings: Mapping[str, str] = {}
         self._ticks: list[Tick] = []  # newest first
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
-        self._settling = False  # sets of databases, at this moment
+        self._settling = False  # the members of database sets are being updated
         self._verified: dict[
             int, float
-        ] = {}  # when stream tables had their last turn, also those that could not be compared
+        ] = {}  # when each stream table was last submitted for comparison, even if it could not be compared
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
 
-    # -- life ----------------------------------------------------------------------------------------------------------
+    # -- life cycle ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the present tick; what waits for a worker is dropped, what runs goes on."""
+        """End after the current tick. Units that wait for a worker are dropped, running ones continue."""
         self._stop.set()
         self._wake()
 
@@ -164,7 +164,7 @@ class Scheduler:
                 if self._seat.rests:
                     self.activity.heed(self.database, self._waker.wake)
                 self._serve(self._waker)
-        except BaseException as error:  # told by the launcher, who starts another one
+        except BaseException as error:  # the launcher reports it and starts another scheduler
             self.failure = error
         finally:
             self.activity.heed(self.database, None)
@@ -176,12 +176,12 @@ class Scheduler:
 
     def _serve(self, waker: Waker) -> None:
         with self._seat.use() as conn:
-            # What a session began with it keeps: a change must be noticed, also one before this query.
+            # A session keeps the attached settings it started with: notice changes, including those before this query.
             attached = read_settings(conn).attached if self.attached is None else self.attached
             lease = Lease(conn, self.service_id, "service", self.lease_seconds)
             lease.ensure()
             self._begin(conn)
-        listening = limited = 0  # the connection that does, and is
+        listening = limited = 0  # numbers of the connections that listen and have timeouts set
         try:
             while not self._stop.is_set():
                 begin = time.monotonic()
@@ -225,7 +225,7 @@ class Scheduler:
             self.on_news()
 
     def _release(self, waker: Waker) -> bool:
-        """Give up all connections for a while if nothing runs: who paused a database may want to copy or rename it."""
+        """Close all connections for a while if nothing runs: a paused database may be about to be copied or renamed."""
         with self._lock:
             if self._busy:
                 return False
@@ -241,30 +241,30 @@ class Scheduler:
                 with self._seat.use():
                     return True
             except psycopg.OperationalError:
-                # Being copied or renamed, perhaps, which keeps connections waiting.
+                # It may be being copied or renamed, which fails while there are connections.
                 self._seat.give_up()
         return True
 
     def _pace(self, settings: Settings) -> float:
-        """Seconds between two ticks. A database without a connection of its own is looked at when it was written to."""
+        """Seconds between two ticks; longer if writes are detected without a connection of its own."""
         if self._seat.rests and self.activity.beats and not self._others:
             return max(settings.interval, self._beat_seconds)
         return settings.interval
 
     def _pause(self, settings: Settings) -> float:
-        """Seconds from a tick to the next one.
+        """Seconds from one tick to the next.
 
-        Services that tick at the same moments leave all the work to the one that is always first: with several, they vary.
+        Randomized if there are several services: if they ticked in step, the first would get all the work.
         """
         return self._pace(settings) * (random.uniform(0.5, 1.0) if self._has_company else 1.0)
 
     @property
     def _beat_seconds(self) -> float:
-        """Between two signs of life; where each takes a new connection, as few as the lease allows."""
+        """Seconds between two heartbeats. If each needs a new connection, as few as the lease allows."""
         return self.lease_seconds / 3 if self._seat.rests else min(BEAT_SECONDS, self.lease_seconds / 3)
 
     def _begin(self, conn: psycopg.Connection[Any]) -> None:
-        """Leave nothing of the scheduler before this one: what it had waiting was dropped with it."""
+        """Clean up after the previous scheduler: fail its queued jobs, which were dropped when it ended."""
         conn.execute(
             "UPDATE pgtrickle.pgt_jobs SET status = 'FAILED', finished_at = clock_timestamp(),"
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
@@ -284,7 +284,7 @@ class Scheduler:
 
     @contextmanager
     def _step(self, conn: psycopg.Connection[Any], what: str) -> Iterator[None]:
-        """Something that a tick can do without. Where somebody's lock is in the way it is done another time."""
+        """Run a step that a tick can skip. If a lock is in the way, it is done in a later tick."""
         with self._unless_held_up(what), conn.transaction():
             conn.execute(f"SET LOCAL lock_timeout TO '{STEP_LOCK_TIMEOUT}'")
             conn.execute(f"SET LOCAL statement_timeout TO '{STATEMENT_TIMEOUT}'")
@@ -292,7 +292,7 @@ class Scheduler:
 
     @contextmanager
     def _unless_held_up(self, what: str) -> Iterator[None]:
-        """Go on if a lock or a timeout ended it, and say so once."""
+        """Continue after an error from a lock or a timeout, and log it once."""
         try:
             yield
         except _HELD_UP as error:
@@ -303,7 +303,7 @@ class Scheduler:
             self._held_up.discard(what)
 
     def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
-        """Until then, or somebody notifies, or stops us. The lease is kept, however long that takes."""
+        """Wait until the deadline, a notification or the end. The lease is renewed meanwhile."""
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
             if waker.sleep(self._seat.held, min(left, self._beat_seconds)):
                 return
@@ -314,7 +314,7 @@ class Scheduler:
     # -- a tick --------------------------------------------------------------------------------------------------------
 
     def tick(self, conn: psycopg.Connection[Any], settings: Settings) -> float:
-        """Begin what is due; in how many seconds something is due that has changes already."""
+        """Submit what is due. Returns the number of seconds until something that already has changes becomes due."""
         due_in = math.inf
         self.tended.settings = settings
         self.on_settings()
@@ -349,7 +349,7 @@ class Scheduler:
             return cursor.execute(load_query("tick"), parameters).fetchall()
 
     def _look_elsewhere(self, conn: psycopg.Connection[Any], settings: Settings) -> dict[str, list[Any]]:
-        """What was last seen of the databases that stream tables here read."""
+        """The pending changes last seen in the remote databases, as parameters of the tick query."""
         looks = self.watch.looks(self.tended.name, self._others, settings.interval, self._wake)
         active = [(name, *change) for name, look in looks.items() for change in look.active]
         seen: dict[str, list[Any]] = {
@@ -374,7 +374,7 @@ class Scheduler:
         return seen
 
     def _altered(self, conn: psycopg.Connection[Any], known: set[int]) -> list[Due]:
-        """Stream tables, a few at a time, whose sources were altered without a change of their rows."""
+        """Stream tables whose sources were altered without a change to their rows; checks a few per call."""
         ids = sorted(self._known)
         if not ids or time.monotonic() - self._audited < AUDIT_SECONDS:
             return []
@@ -396,12 +396,12 @@ class Scheduler:
         asked: dict[int, str] = {}
         owners: dict[int, int] = {}
         self._known = {}
-        self._settle_schedules(conn)  # of those that are as fresh as their readers need it
+        self._settle_schedules(conn)  # `calculated` ones depend on the schedules of their readers
         with conn.cursor(row_factory=dict_row) as cursor:
             for row in cursor.execute(load_query("dag")):
                 self._known[row["pgt_id"]] = row["updated_at"]
                 upstream.setdefault(row["pgt_id"], [])
-                if row["owner"] is not None:  # its table was not dropped
+                if row["owner"] is not None:  # its table still exists
                     owners[row["pgt_id"]] = row["owner"]
                 if row["refresh_group"] is not None:
                     asked[row["pgt_id"]] = row["refresh_group"]
@@ -428,11 +428,11 @@ class Scheduler:
                     self.workers.broker.serve(name, dsn, settings.interval)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
-        """Say when those with a cron schedule are due next, after each refresh."""
+        """Set the next due time of stream tables on a cron schedule that were refreshed."""
         rows = conn.execute(
             "SELECT pgt_id, schedule, session_settings ->> 'TimeZone' FROM pgtrickle.pgt_stream_tables"
             " WHERE every IS NULL AND next_due = 'infinity' AND (status <> 'SUSPENDED' OR status_reason IS NULL)"
-            " FOR NO KEY UPDATE SKIP LOCKED"  # many that somebody has locked must not take their time one by one
+            " FOR NO KEY UPDATE SKIP LOCKED"  # waiting for many locked rows one by one would take too long
         ).fetchall()
         for pgt_id, schedule, timezone in rows:
             with self._step(conn, "cron schedules"):
@@ -446,7 +446,7 @@ class Scheduler:
                     )
 
     def _suspend(self, conn: psycopg.Connection[Any], pgt_id: int, reason: str) -> None:
-        """One stream table cannot be scheduled; the others go on."""
+        """Suspend a stream table that cannot be scheduled. The others are not affected."""
         log.warning("suspended: %s", reason, extra={"database": self.database, "pgt_id": pgt_id})
         conn.execute(
             "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s, alerted = 'SUSPENDED'"
@@ -480,7 +480,7 @@ class Scheduler:
                 self.counters.refresh_seconds += time.monotonic() - begin
                 self.counters.rows += sum(result.rows_inserted + result.rows_deleted for result in outcome.results)
             except Exception as error:
-                # The engine has written down what it could. What is due stays due.
+                # The engine has recorded what it could. What is due remains due.
                 log.warning(
                     "a worker failed",
                     extra={"database": self.database, "error": str(error).strip()},
@@ -494,7 +494,7 @@ class Scheduler:
         return work
 
     def _verify_one(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Have the stream table compared with its query whose turn it is."""
+        """Submit a comparison with its query for the stream table whose turn it is."""
         every = settings.verify_seconds
         if every is None or not self.rotation.is_free:
             return
@@ -507,7 +507,7 @@ class Scheduler:
         self._submit_verification(Unit("VERIFY", (row[0],), 0, asked=False, owner=row[1]), settings)
 
     def _verify_requested(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Have stream tables compared for which somebody has asked in SQL; each after a pause if the last one failed."""
+        """Submit the comparisons that were requested in SQL, with a pause between two of the same stream table."""
         with self._lock:
             others = set(self._busy)
         others |= {pgt_id for pgt_id, at in self._verified.items() if time.monotonic() - at < VERIFY_PAUSE_SECONDS}
@@ -557,7 +557,7 @@ class Scheduler:
         if self._waker is not None:
             self._waker.wake()
 
-    # -- what else there is to do ----------------------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------------------------------
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         errors_naming = settings.values == self._told_settings
@@ -608,7 +608,7 @@ class Scheduler:
             with self._step(conn, "stream tables that were dropped"):
                 conn.execute("SELECT pgtrickle._forget_dropped()")
             with self._step(conn, "tables that nobody reads"):
-                conn.execute("SELECT pgtrickle._untrack_unused()")  # of what roles left that may not lock the table
+                conn.execute("SELECT pgtrickle._untrack_unused()")  # left by roles that may not lock the table
             if not settings.paused:
                 self._load_others(conn, settings)
                 self._settle_sets(conn)
@@ -622,7 +622,7 @@ class Scheduler:
                 self._tell_others(conn)
 
     def _settle_sets(self, conn: psycopg.Connection[Any]) -> None:
-        """Let databases join the sets that they belong to, and nodes the cluster, beside everything else."""
+        """Update the members of database sets and the nodes of the Citus cluster in the background."""
         row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
         if row is not None and row[0] and not self._settling:
             self._settling = True
@@ -639,14 +639,14 @@ class Scheduler:
             self._settling = False
 
     def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
-        """Let other databases know which stream tables still read them: SQL drops some that cannot tell by themselves."""
+        """Tell remote databases which stream tables still read them; drops in SQL cannot notify them."""
         remote = RemoteDatabases(conn, self.watch.connections)
         for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
             known = dsn_from(conn, database, dsn)
             self.watch.run(partial(remote.connections.keep_only, database, known, remote.kept_by(database)))
 
     def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Tell once, when it begins, what an operator should know."""
+        """Emit an event once when a condition begins that an operator should know about."""
         found = conn.execute(load_query("alerts"), {"rows": settings.buffer_alert}).fetchall()
         for key, event, pgt_id, details in found:
             if key not in self._alerted:
@@ -655,4 +655,4 @@ class Scheduler:
 
 
 class ReconnectError(Exception):
-    """What the connection was opened with no longer holds."""
+    """The attached settings that the session started with have changed."""

@@ -1,4 +1,4 @@
-"""One service process: a launcher per server, one pool of workers, one address for metrics."""
+"""A service process: a launcher per server, and one pool of workers for all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SWITCH_SECONDS = 0.0005
 
 @dataclass
 class Service:
-    """Everything that runs; start it, wait for a signal, stop it."""
+    """All components of a running service. Start it, wait for a signal, stop it."""
 
     config: ServiceConfig
     service_id: uuid.UUID = field(default_factory=uuid.uuid4)
@@ -50,13 +50,13 @@ class Service:
         ]
 
     def start(self) -> None:
-        # Who only wants to send a statement would wait 5 ms each time for a thread that takes many rows in.
+        # With the default switch interval, every small statement would wait 5 ms for a thread that receives many rows.
         sys.setswitchinterval(SWITCH_SECONDS)
         for launcher in self.launchers:
             launcher.start()
 
     def stop(self) -> bool:
-        """Finish what runs, start nothing more; False if something did not end within the deadline."""
+        """Start nothing new and finish running refreshes; False if some did not end in time."""
         for launcher in self.launchers:
             launcher.drain()
         finished = self.pool.stop(self.config.drain_seconds)
@@ -71,7 +71,7 @@ class Service:
         return finished
 
     def _fit_pool(self) -> None:
-        """As many workers as the database that wants the most of them."""
+        """Resize the pool to the largest number of workers that any database has configured."""
         size = max((settings.workers for launcher in self.launchers for settings in launcher.settings), default=0)
         if size not in (0, self.pool.size):
             self.pool.resize(size)
@@ -87,6 +87,6 @@ class Service:
 
     @property
     def unserved(self) -> dict[str, dict[str, str]]:
-        """By server: databases that should be served and are not, with the reason."""
+        """The databases of each server that should be served but are not, with the reason."""
         found = {launcher.server.name: launcher.unserved for launcher in self.launchers}
         return {server: databases for server, databases in found.items() if databases}

@@ -1,4 +1,4 @@
-"""The settings pg_trickle.* of one database, as the service uses them."""
+"""The pg_trickle.* settings of one database, as the service uses them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True)
 class Settings:
-    """Read anew at every tick, so a change needs no restart."""
+    """A database's settings. They are read at every tick, so that a change does not require a restart."""
 
     values: Mapping[str, str]
-    wrong: Mapping[str, str] = field(default_factory=dict)  # values that no setting can take, which count as not there
+    wrong: Mapping[str, str] = field(default_factory=dict)  # invalid values, which are ignored
     attached: Mapping[str, str] = field(
         default_factory=dict
-    )  # to the database or the role: a session has those it began with
+    )  # by ALTER DATABASE or ALTER ROLE: a session keeps the values it started with
     paused: bool = False
 
     @property
@@ -44,16 +44,16 @@ class Settings:
 
     @property
     def pooler(self) -> str:
-        """What stands between us and the server: off (nothing that was told of), session or transaction."""
+        """The configured mode of a pooler in front of the server: off (none is configured), session or transaction."""
         return self.values["connection_pooler_mode"]
 
     def listens(self, conn: psycopg.Connection[Any]) -> bool:
-        """Whether this connection can hear a NOTIFY. Behind a pooler in transaction mode nobody would."""
+        """Whether this connection can receive notifications. Behind a pooler in transaction mode it cannot."""
         return self.pooler == "session" or (self.pooler == "off" and not is_pooled(conn))
 
     @property
     def brokered(self) -> bool:
-        """Whether what is read in other databases is shared with others that read it."""
+        """Whether changes in remote databases are read through a broker."""
         return self._on("enable_refresh_broker")
 
     @property
@@ -79,13 +79,13 @@ class Settings:
 
     @property
     def verify_seconds(self) -> int | None:
-        """How often a stream table is compared with its query; None for never."""
+        """The time between two comparisons of a stream table with its query; None for never."""
         text = self.values["verify_interval"]
         return int(text[:-1]) * _UNITS[text[-1]] if text != "0" else None
 
     @property
     def verify_percent(self) -> int:
-        """Of the service's time that this may take."""
+        """The share of the service's time that these comparisons may take."""
         return self._number("verify_budget_percent")
 
     @property
@@ -104,7 +104,7 @@ class Settings:
 
 
 def read_settings(conn: psycopg.Connection[Any]) -> Settings:
-    """The settings that hold now."""
+    """The current settings of the connected database."""
     with conn.cursor(row_factory=dict_row) as cursor:
         row = cursor.execute(load_query("settings")).fetchone()
     assert row is not None

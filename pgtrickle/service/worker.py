@@ -1,4 +1,4 @@
-"""What a worker does with a unit: refresh it, and tell what became of it."""
+"""The work of a worker on a unit: refresh it and report the outcome."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ IDLE_SECONDS = 60.0
 
 @dataclass
 class Workers:
-    """The connections over which the stream tables of one database are refreshed; kept while there is work."""
+    """The engines and connections that refresh the stream tables of one database; kept while there is work."""
 
     budget: Budget
     database: str
     service_id: uuid.UUID
     plans: Plans = field(default_factory=Plans)
-    connections: Connections = field(default_factory=Connections)  # to other databases
+    connections: Connections = field(default_factory=Connections)  # to remote databases
     helpers: HelperProcesses | None = None
     broker: Broker | None = None
     _idle: list[tuple[float, Engine]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Workers:
             return answer_requests(engine, unit.ids[0])
 
     def close_idle(self, seconds: float = IDLE_SECONDS) -> None:
-        """Give back connections that were not needed for a while."""
+        """Close connections that have been idle for this long."""
         now = time.monotonic()
         with self._lock:
             old = [engine for since, engine in self._idle if now - since >= seconds]
@@ -95,14 +95,14 @@ class Workers:
         try:
             yield engine
         except BaseException:
-            self.budget.close(engine.conn)  # whatever state it is in
+            self.budget.close(engine.conn)  # its state is unknown
             raise
         self.budget.rest(engine.conn)
         with self._lock:
             self._idle.append((time.monotonic(), engine))
 
     def _rested(self) -> Engine | None:
-        """An engine whose connection is still there."""
+        """An idle engine whose connection is still open; None if there is none."""
         while True:
             with self._lock:
                 engine = self._idle.pop()[1] if self._idle else None
@@ -140,9 +140,10 @@ class Workers:
 
 
 def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> dict[int, bool]:
-    """The stream tables of the unit that are still to be refreshed, each with whether its last event was a failure.
+    """The stream tables of the unit that are still to be refreshed, mapped to whether their last event was a failure.
 
-    Those suspended, frozen or dropped while the unit waited are left out, unless a request for them is pending.
+    Stream tables that were suspended, frozen or dropped while the unit waited are left out, unless a request for them
+    is pending.
     """
     rows = conn.execute(
         "SELECT pgt_id, alerted IS NOT NULL AND status <> 'SUSPENDED' FROM pgtrickle.pgt_stream_tables s"
@@ -156,7 +157,7 @@ def _still_wanted(conn: psycopg.Connection[Any], unit: Unit) -> dict[int, bool]:
 
 
 def _tell_failure(conn: psycopg.Connection[Any], pgt_id: int, failure: Exception) -> None:
-    """Send an event, unless the last one said the same of this stream table."""
+    """Emit an event for a failure, unless the last event of this stream table reported the same."""
     kind = kind_of(failure)
     row = conn.execute(load_query("alerted"), {"id": pgt_id, "kind": kind}).fetchone()
     if row is None or not row[0]:

@@ -1,1 +1,1 @@
-"""The refresh broker: one service reads changes for all databases that want them."""
+"""The refresh broker: one service reads the changes of a database on behalf of all databases that need them."""

@@ -1,7 +1,7 @@
-"""The refresh broker: one service reads the changes of a database's tables for all databases that want them.
+"""The refresh broker: one service reads the changes of a database's tables on behalf of all databases that need them.
 
-Services elect it by a lease in the database whose tables are read. Who gets no offer in time cuts and scans for itself, as if
-there were no broker.
+Services elect it with a lease in the database whose tables are read. A refresh that gets no shared cut in time takes
+its own cut and scans the buffers itself, as if there were no broker.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pgtrickle.sites.remote.connections import Connections, errors_naming
 
 log = logging.getLogger("pgtrickle.broker")
 
-PATIENCE = 0.5  # ticks that a consumer waits for an offer before it reads for itself: it must not miss two
+PATIENCE = 0.5  # ticks that a consumer waits for a shared cut before it falls back: it must not miss two ticks
 LEAST_PATIENCE, MOST_PATIENCE = 1.0, 10.0  # seconds; but never more than a tick
-LEADER_SECONDS = 1.0  # for which it is remembered who the broker is
+LEADER_SECONDS = 1.0  # for which the broker's identity is cached
 SHUN_SECONDS = 5.0  # for which a broker that did not answer is not asked again
-FULL_SECONDS = 60.0  # the same, where its registry is full
-AGAIN_SECONDS = 10.0  # after which it is told again what is wanted and not offered
+FULL_SECONDS = 60.0  # for which nothing is registered with a broker whose registry is full
+AGAIN_SECONDS = 10.0  # after which an interest that is not served is registered again
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class _Leader:
 
 @dataclass
 class Broker:
-    """A service's part in brokerage: it offers where it is elected, and asks those that are."""
+    """A service as broker and as consumer: shares cuts of databases where it is elected, requests them from others."""
 
     service_id: uuid.UUID
     connections: Connections
@@ -60,13 +60,13 @@ class Broker:
         self._full: dict[str, float] = {}
         self._lock = threading.Lock()
         self._flight: FlightServer | None = None
-        self._tokens: dict[str, str] = {}  # by DSN: who can read one database's must not get the changes of another
+        self._tokens: dict[str, str] = {}  # by DSN: a token that is read in one database must not be valid for another
         self._intervals: dict[str, float] = {}
         self._shunned: dict[str, float] = {}
         self._deaf_until = 0.0
 
     def serve(self, name: str, dsn: str, interval: float) -> None:
-        """Stand for election in a database that stream tables here read."""
+        """Stand for election in a remote database that stream tables here read."""
         with self._lock:
             if self._flight is None and not self._listen_again():
                 return
@@ -88,7 +88,7 @@ class Broker:
             publisher.asked, publisher.interval = time.monotonic(), interval
 
     def _listen_again(self) -> bool:
-        """Whether offers can be given now. Without that, everybody reads for himself."""
+        """Start the Flight server; False if it cannot listen, so that every database reads for itself."""
         if time.monotonic() < self._deaf_until:
             return False
         try:
@@ -106,13 +106,14 @@ class Broker:
             self._flight.stop()
 
     def _publisher_of(self, token: str) -> Publisher | None:
-        """The publisher that wrote this token into the catalog of its database."""
+        """The publisher that has stored this token in the catalog of its database."""
         publishers = [publisher for publisher in list(self._publishers.values()) if publisher.alive]
         return next(
             (publisher for publisher in publishers if compare_digest(publisher.token.encode(), token.encode())), None
         )
 
-    # -- what an engine asks (Brokers) -------------------------------------------------------------------------------------
+    # -- the protocol `Brokers`, which engines use
+    # -------------------------------------------------------------------------
 
     def shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
         try:

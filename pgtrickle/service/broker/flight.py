@@ -1,4 +1,4 @@
-"""Offers of a broker to other processes, by Arrow Flight: the cut as JSON, its rows as Arrow."""
+"""Transfer of shared cuts to other processes over Arrow Flight: the cut as JSON, its rows as Arrow."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pgtrickle.broker")
 
-LATE = 1.0  # seconds that an answer may take beyond the time to wait for it
+LATE = 1.0  # seconds that an answer may take beyond the time for which the broker waits for a cut
 PLAIN, TLS = "grpc", "grpc+tls"
 
 
 class FlightServer:
-    """The server: who knows the token that is kept in the catalog of a database gets what was read there, and only there.
+    """Serves shared cuts. The token in the catalog of a database authorizes to get what was read in that database only.
 
-    `publisher_of` gives the publisher of a token.
+    `publisher_of` returns the publisher for a token.
     """
 
     def __init__(self, config: BrokerConfig, publisher_of: Callable[[str], Publisher | None]) -> None:
@@ -80,10 +80,10 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
 def request_shared_cut(
     address: str, token: str, node: str, consumers: Sequence[str], seconds: float, ca: Path | None = None
 ) -> SharedCut | None:
-    """The offer of a broker in another process; None where there is none in time, or the broker cannot be trusted.
+    """The shared cut of a broker in another process; None if there is none in time or the broker is not trusted.
 
-    The token is sent in plain text to this machine only. By TLS the broker's certificate must be signed by one of the CA file,
-    or of the system's roots without one.
+    Without TLS, the token is sent to addresses of this machine only. With TLS, the broker's certificate must be signed
+    by a CA in the CA file, or by one of the system's roots if there is no such file.
     """
     body = json.dumps({"token": token, "node": node, "consumers": list(consumers), "seconds": seconds})
     location = urlsplit(address)
@@ -96,7 +96,7 @@ def request_shared_cut(
             options = flight.FlightCallOptions(timeout=seconds + LATE)
             (result,) = client.do_action(flight.Action("offer", body.encode()), options)
             found = json.loads(result.body.to_pybytes())
-            # The rows come now: a broker that dies later leaves this cut as it is.
+            # Fetch the rows now, so that the cut is complete even if the broker dies later.
             return _read(client, token, found, options) if found is not None else None
     except (flight.FlightError, pa.ArrowException, OSError) as error:
         log.info("no offer from the broker at %s: %s", address, error)

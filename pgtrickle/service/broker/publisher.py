@@ -1,6 +1,6 @@
-"""What the elected broker does in a database: a cut per tick, in which every wanted source is read once.
+"""The work of the elected broker in a database: one cut per tick, in which it reads each requested source once.
 
-The snapshot is held for a while: others read whatever else they need under it.
+The broker holds the snapshot for a while, so that consumers can read anything else they need under it.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from pgtrickle.sites.remote.connections import Connections, check_catalog, error
 
 log = logging.getLogger("pgtrickle.broker")
 
-EARLY = 0.9  # ticks between two cuts, at least: a broker must not fall behind those who wait
-HELD = 2  # cuts, the last ones
-HELD_TICKS = 2.0  # after which a cut is given up although no other came
-LOOK_SECONDS = 0.5  # between looks at the lease, and at cuts that are to be given up
-FORGET_SECONDS = 60.0  # after which a database that nobody asks about is left
-LARGE_BUFFER = 8 << 20  # bytes of a buffer from which those who lag behind have to read for themselves
+EARLY = 0.9  # ticks between two cuts, at least; less than one, so that the broker does not fall behind its consumers
+HELD = 2  # how many of the latest cuts are held
+HELD_TICKS = 2.0  # after which a cut is released even if no other followed
+LOOK_SECONDS = 0.5  # between checks of the lease and of cuts that are to be released
+FORGET_SECONDS = 60.0  # after which the broker leaves a database that is no longer requested
+LARGE_BUFFER = 8 << 20  # bytes; in larger buffers, consumers that lag behind have to read for themselves
 MOST_COLUMNS = 1000
-_PLAIN = re.compile(r"\(+c\d+\)+(::text)?")  # a column as it is
+_PLAIN = re.compile(r"\(+c\d+\)+(::text)?")  # a plain column
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A source whose changes somebody wants, as its database has it."""
+    """A source whose changes consumers have requested, as registered in its database."""
 
     stable_name: str
     schema: str
@@ -58,13 +58,13 @@ class Wanted:
     conditions: list[str]
     settings: dict[str, str]
     homes: list[str]
-    snapshots: list[str]  # up to which consumers have stored what they read
-    recent: list[str]  # of those that were seen lately
+    snapshots: list[str]  # one per consumer: up to where it has stored what it read
+    recent: list[str]  # those of consumers seen recently
 
 
 @dataclass
 class _Held:
-    """A cut, and the transaction that holds it."""
+    """A cut and the transaction that holds its snapshot."""
 
     shared_cut: SharedCut
     began: float
@@ -73,7 +73,7 @@ class _Held:
 
 @dataclass
 class Publisher:
-    """What one service does as the broker of one database, while it is elected."""
+    """A thread that stands for election in one database and takes cuts there while it is the broker."""
 
     name: str
     dsn: str
@@ -112,7 +112,7 @@ class Publisher:
         return self._thread.is_alive()
 
     def shared_cut(self, consumers: Sequence[str], seconds: float) -> SharedCut | None:
-        """A cut that none of them has used; waits for one that long."""
+        """A cut that none of these consumers has used; None if there is none within so many seconds."""
         deadline = time.monotonic() + seconds
         with self._changed:
             refusals = self._refusals
@@ -153,7 +153,7 @@ class Publisher:
             self._refuse()
 
     def _refuse(self) -> None:
-        """Nobody needs to wait: there is no offer now, nor before the next tick."""
+        """End the wait of all consumers: there will be no cut before the next tick."""
         with self._changed:
             self._wanted, self._refused_until = False, time.monotonic() + self.interval
             self._refusals += 1
@@ -161,11 +161,11 @@ class Publisher:
         self._release(0)
 
     def _is_due(self) -> bool:
-        """Whether somebody waits for a cut, and the last one is nearly a tick ago."""
+        """Whether a consumer waits for a cut and the last one was nearly a tick ago."""
         return self._wanted and time.monotonic() - self._last >= EARLY * self.interval
 
     def _round(self) -> None:
-        """Stay elected, and take a cut where somebody waits for one."""
+        """Renew the election, and take a cut if a consumer waits for one."""
         with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             if not self._elected(conn):
                 self._refuse()
@@ -211,12 +211,13 @@ class Publisher:
             return [Wanted(**row) for row in cursor.execute(load_query("broker_wants"))]
 
     def _cut(self, wanted: Sequence[Wanted]) -> _Held:
-        """Lock the sources, take the snapshot, read what changed; the transaction stays open."""
+        """Lock the sources, take the snapshot and read the changes; the transaction stays open."""
         began = time.monotonic()
         with ExitStack() as stack:
             conn = stack.enter_context(self.connections.open(self.name, self.dsn))
             with errors_naming(self.name):
-                # All that anybody reads here, not only what is wanted: others look rows up in this snapshot.
+                # Lock every table that consumers read here, not only the requested ones: they also do lookups under
+                # this snapshot.
                 tables = conn.execute(load_query("broker_locks")).fetchall()
                 conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 stack.callback(conn.execute, "ROLLBACK")
@@ -226,7 +227,7 @@ class Publisher:
                 names = sql.SQL(", ").join(sql.Identifier(schema, name) for _, schema, name in tables)
                 conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(names))
                 exported = export(conn)
-                # A name may have gone to another table since.
+                # A name may belong to another table now.
                 now = conn.execute(load_query("broker_locks")).fetchall()
                 locked = frozenset(row[0] for row in now if row in tables)
             sources = self._read(exported, wanted)
@@ -235,7 +236,10 @@ class Publisher:
             return _Held(shared_cut, began, stack.pop_all())
 
     def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, SharedChanges]:
-        """The changes of each source, in that snapshot. Not by who holds it: buffers must not be locked for as long."""
+        """The changes of each source in that snapshot.
+
+        They are read in another transaction than the one that holds it: buffers must not be locked for that long.
+        """
         sources: dict[str, SharedChanges] = {}
         with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
@@ -251,7 +255,8 @@ class Publisher:
                         with conn.transaction():
                             sources[one.stable_name] = SharedChanges(base, *_read(conn, one, base))
                     except (psycopg.ProgrammingError, pa.ArrowException) as error:
-                        # Of a column that is not there any more, or not of that type: who wants it says so again.
+                        # An expression over a column that was dropped or has another type now. It is removed from the
+                        # registry; consumers that still need it register it again.
                         log.info("not read: %s", error, extra={"source": f"{one.schema}.{one.name}"})
                         self._outdated.add(one.stable_name)
             finally:
@@ -267,7 +272,7 @@ class Publisher:
         return sources
 
     def _report(self, held: _Held, wanted: Sequence[Wanted]) -> None:
-        """What the scan found, for broker_status()."""
+        """Record what the scan found, for broker_status()."""
         found: dict[str, list[Any]] = {"homes": [], "names": [], "pending": [], "bounds": []}
         for one in wanted:
             brokered = held.shared_cut.sources.get(one.stable_name)
@@ -283,7 +288,7 @@ class Publisher:
             conn.execute(load_query("broker_found"), found | {"service": self.service_id})
 
     def _release(self, keep: int) -> None:
-        """End all but the last cuts."""
+        """Release all cuts but the last `keep` ones."""
         with self._changed:
             over, self.cuts = self.cuts[: len(self.cuts) - keep], self.cuts[len(self.cuts) - keep :] if keep else []
         for held in over:
@@ -294,7 +299,7 @@ class Publisher:
 
 
 def _be_service(conn: psycopg.Connection[Any]) -> None:
-    """The registry is the service role's to write: what is in it runs with no more rights than that role's."""
+    """Give up superuser rights: the service role can write the registry, so its entries must not run with more."""
     row = conn.execute(
         "SELECT pgtrickle._service_role() FROM pg_roles WHERE rolname = current_user AND rolsuper"
     ).fetchone()
@@ -307,7 +312,10 @@ def _windows(texts: Iterable[str]) -> list[Snapshot]:
 
 
 def _base(one: Wanted) -> Snapshot | None:
-    """Behind which everything lies that somebody has not stored yet; None where nobody has stored anything."""
+    """The snapshot up to which all consumers have stored the changes; None if no consumer has stored any.
+
+    In a large buffer, only consumers that were seen recently count.
+    """
     windows = _windows(one.recent if one.buffered > LARGE_BUFFER else one.snapshots)
     if not windows:
         return None
@@ -317,7 +325,7 @@ def _base(one: Wanted) -> Snapshot | None:
 
 
 def _read(conn: psycopg.Connection[Any], one: Wanted, base: Snapshot) -> tuple[dict[str, str], pa.Table]:
-    """The changes behind the base; all that is wanted of them, or the plain columns where an expression fails."""
+    """The changes after the base: all requested expressions, or only the plain columns if an expression fails."""
     try:
         with conn.transaction():
             set_local(conn, one.settings)
@@ -340,7 +348,7 @@ def _copy(
 ) -> tuple[dict[str, str], pa.Table]:
     columns = {text: f"x{i}" for i, text in enumerate(expressions)}
     flags = {text: f"f{i}" for i, text in enumerate(conditions)}
-    # Written by our own compiler, and kept where only the service role writes.
+    # The expressions are written by pgtrickle's compiler and stored where only the service role can write.
     items = [sql.SQL(f"{text} AS {name}") for text, name in columns.items()]
     items += [sql.SQL(f"coalesce({text}, false) AS {name}") for text, name in flags.items()]
     items += [sql.SQL(f"__pgt_xid AS {XID}"), sql.SQL(f"__pgt_w::bigint AS {WEIGHT}")]

@@ -1,1 +1,1 @@
-"""What is due, in which order, and who gets the next worker. Without threads and connections."""
+"""Pure scheduling logic, without threads and connections: what is due, in which order, and what runs next."""

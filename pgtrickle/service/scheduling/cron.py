@@ -1,4 +1,4 @@
-"""Cron schedules: when is the next time?"""
+"""Cron schedules: compute the next due time."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _NICKNAMES = {
 
 
 _DURATION = re.compile(r"([0-9]+(ms|s|m|h|d|w))+")
-LONGEST = 500  # characters; every minute, hour, day and month can be listed in fewer
+LONGEST = 500  # characters, enough to list every minute, hour, day and month
 
 
 class ScheduleError(ValueError):
-    """A schedule that means nothing."""
+    """The schedule is not valid."""
 
 
 def next_time(schedule: str, timezone: str, after: datetime) -> datetime:
-    """The first moment of a cron schedule after another; in its own time zone, or the one given.
+    """The first time of a cron schedule after `after`, in the schedule's own time zone or else in `timezone`.
 
-    Owners write schedules: whatever is wrong with one is a ScheduleError.
+    Schedules are written by owners: anything wrong with one raises ScheduleError.
     """
     if len(schedule) > LONGEST:
         raise ScheduleError(f"schedule '{schedule[:40]}…' is longer than {LONGEST} characters")
-    if _DURATION.fullmatch(schedule):  # the database makes no interval of it
+    if _DURATION.fullmatch(schedule):  # the database did not accept it as an interval
         raise ScheduleError(f"schedule {schedule!r} is a duration of nothing or of more than ten years")
     text = schedule
     if text.startswith("CRON_TZ="):
@@ -40,7 +40,7 @@ def next_time(schedule: str, timezone: str, after: datetime) -> datetime:
     text = _NICKNAMES.get(text.strip(), text.strip())
     try:
         local = after.astimezone(ZoneInfo(timezone))
-    except (ZoneInfoNotFoundError, ValueError, OverflowError, OSError) as error:  # it is looked for as a file
+    except (ZoneInfoNotFoundError, ValueError, OverflowError, OSError) as error:  # time zones are looked up as files
         raise ScheduleError(f"schedule {schedule!r}: there is no time zone {timezone[:LONGEST]!r}") from error
     try:
         return next(CronSim(text, local))

@@ -1,4 +1,4 @@
-"""Whose turn it is to get a worker: pure, so that its bounds can be tested without threads."""
+"""Choose the task that gets the next worker. Pure, so that its guarantees can be tested without threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pgtrickle.service.scheduling.units import Unit
 
-# Under this share of busy workers a database may use more than its quota.
+# While fewer than this share of the workers are busy, a database may use more than its quota.
 CROWDED = 0.8
 BURST = 1.5
 
@@ -19,11 +19,11 @@ BURST = 1.5
 class Share:
     """How many workers a database may use."""
 
-    cap: int  # at most, whatever else happens
-    quota: int = 0  # guaranteed while others want workers too; 0 for no quota
+    cap: int  # never more than this
+    quota: int = 0  # the limit while most workers are busy; 0 for no quota
 
     def allows(self, running: int, busy: int, size: int) -> bool:
-        """Whether a database with so many running may start one more."""
+        """Whether a database with this many running tasks may start one more."""
         if running >= self.cap or busy >= size:
             return False
         if self.quota == 0:
@@ -34,7 +34,7 @@ class Share:
 
 @dataclass(frozen=True)
 class ServerLimit:
-    """How many workers may be connected to a server; one more would only wait for a connection."""
+    """How many workers may work on a server; any further one would only wait for a connection."""
 
     server: str
     workers: int
@@ -42,7 +42,7 @@ class ServerLimit:
 
 @dataclass
 class Task:
-    """A unit that waits for a worker or is being done."""
+    """A unit that waits for a worker or is running."""
 
     database: str
     unit: Unit
@@ -53,12 +53,12 @@ class Task:
 
     @property
     def urgent_at(self) -> float:
-        """From then on nothing that arrives later goes first, whatever its band and tier."""
+        """The time from which no later task goes first, whatever its band and tier."""
         return self.enqueued + self.unit.patience
 
     @property
     def lane(self) -> tuple[str, int | None, bool]:
-        """What is served in rotation: database, owner, and requests beside scheduled refreshes."""
+        """The key of the rotation: database, owner, and whether it is a request or a scheduled refresh."""
         return self.database, self.unit.owner, self.unit.asked
 
 
@@ -67,8 +67,8 @@ class FairQueue:
 
     Tasks whose patience is over are served in rotation: first among databases, then among the owners of a database, then
     among an owner's requests and scheduled refreshes, and within these in the order in which their patience ended. While
-    there are none, more urgent bands and tiers go first. So nobody waits for more than one round of the others, however
-    much these ask for.
+    there are none, more urgent bands and tiers go first. So no owner waits for more than one round of the others,
+    however many tasks these submit.
     """
 
     def __init__(self) -> None:
@@ -77,14 +77,14 @@ class FairQueue:
         self._owners: dict[str, frozenset[int]] = {}
 
     def know(self, database: str, owners: Iterable[int]) -> None:
-        """Who has stream tables in a database: one of them never gets all workers while there are others."""
+        """Set the owners of stream tables in a database. No owner gets all workers while there are others."""
         self._owners[database] = frozenset(owners)
         if not self._owners[database]:
             del self._owners[database]
             self._last = {key: count for key, count in self._last.items() if key[0] != database}
 
     def choose(self, waiting: Iterable[Task], running: Collection[Task], size: int, now: float) -> Task | None:
-        """The task that a free worker of so many should begin."""
+        """The task that a free worker should start now; None if there is none. `size` is the number of workers."""
         databases = Counter(task.database for task in running)
         servers = Counter(task.limit.server for task in running if task.limit is not None)
         holders = {task.lane[:2] for task in running}
@@ -101,7 +101,7 @@ class FairQueue:
         return min(free, key=lambda task: (task.unit.priority, *self._turn(task), task.enqueued), default=None)
 
     def begun(self, task: Task) -> None:
-        """Its database, owner and lane come last now."""
+        """Record the start of a task: its database, owner and lane come last in the rotation now."""
         self._count += 1
         for key in _keys(task):
             self._last[key] = self._count
@@ -110,7 +110,7 @@ class FairQueue:
         return tuple(self._last.get(key, 0) for key in _keys(task))
 
     def _holder_of_all(self, holders: Collection[tuple[str, int | None]]) -> tuple[str, int | None] | None:
-        """The owner of all that runs, if others have stream tables too."""
+        """The owner of all running tasks, if other owners have stream tables too."""
         if len(holders) != 1:
             return None
         (holder,) = holders

@@ -1,4 +1,4 @@
-"""Which stream tables read which, and which of them belong together."""
+"""The dependencies between stream tables, and the refresh groups that follow from them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class DependencyGraph:
-    """The stream tables of a database with what they read: other stream tables (by id) and tables (by name)."""
+    """The stream tables of a database and what they read: other stream tables (by id) and tables (by name)."""
 
     upstream: Mapping[int, frozenset[int]] = field(default_factory=dict)
     tables: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    groups: Mapping[int, frozenset[int]] = field(default_factory=dict)  # the atomic group of each member
+    groups: Mapping[int, frozenset[int]] = field(default_factory=dict)  # the refresh group of each member
 
     @classmethod
     def of(
         cls,
         upstream: Mapping[int, Iterable[int]],
         tables: Mapping[int, Iterable[str]],
-        asked: Mapping[int, str] = MappingProxyType({}),  # the group that somebody put a stream table into
+        asked: Mapping[int, str] = MappingProxyType({}),  # names of the groups from create_refresh_group()
         owners: Mapping[int, int] = MappingProxyType({}),
     ) -> DependencyGraph:
         ups = {id_: frozenset(upstream.get(id_, ())) for id_ in (*upstream, *tables)}
@@ -34,10 +34,11 @@ def _groups(
     asked: Mapping[int, str],
     owners: Mapping[int, int],
 ) -> dict[int, frozenset[int]]:
-    """Stream tables that a reader must see at one moment: by request, or where two ways lead from one table to a stream table.
+    """The refresh group of each member: requested ones, and those where two paths lead from a table to a stream table.
 
-    Refreshed one after the other, what comes by one way would show before what comes by the other. What they read belongs
-    to it: read at different moments, it would say different things. But a group is of one owner: its members fail together.
+    If the stream tables on the two paths were refreshed one after the other, changes would arrive by one path before
+    the other. The stream tables that members read belong to the group too: read at different moments, they would
+    contradict each other. All members have one owner, because they fail together.
     """
     roots: dict[int, frozenset[str]] = {}
     above: dict[int, frozenset[int]] = {}
@@ -57,7 +58,7 @@ def _groups(
 
 
 def _merge(merged: dict[int, set[int]], members: set[int]) -> None:
-    """Groups that share a member are one."""
+    """Merge groups that share a member."""
     for id_ in list(members):
         members |= merged.get(id_, set())
     for id_ in members:
@@ -65,7 +66,7 @@ def _merge(merged: dict[int, set[int]], members: set[int]) -> None:
 
 
 def _ordered(upstream: Mapping[int, frozenset[int]]) -> list[int]:
-    """Sources before their readers. The catalog refuses cycles; one that is there all the same has some order."""
+    """Ids with sources before their readers. The catalog refuses cycles; if there is one, its order is arbitrary."""
     order: list[int] = []
     seen: set[int] = set()
     done: set[int] = set()

@@ -1,4 +1,4 @@
-"""When the service compares a stream table with its query: one at a time, within a share of its time."""
+"""Limit the service's comparisons of stream tables with their queries: one at a time, within a share of its time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class Rotation:
-    """Shared by the schedulers of a service. After a comparison that took a second, with 1 %, 99 seconds pass without one."""
+    """A time budget for comparisons, shared by the schedulers of a service.
+
+    With a share of 1 %, a comparison that took one second is followed by 99 seconds without one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,7 +23,7 @@ class Rotation:
         return not self._taken and time.monotonic() >= self._not_before
 
     def take(self) -> bool:
-        """Whether the caller may compare one now; if so it calls `end()`, whatever happens."""
+        """Reserve the next comparison; False if it is not possible now. If True, the caller must call `end()`."""
         with self._lock:
             if not self.is_free:
                 return False
@@ -28,7 +31,7 @@ class Rotation:
             return True
 
     def begin(self) -> None:
-        """It has got a worker: from now on it costs time."""
+        """Start the clock: a worker has begun the comparison."""
         self._begun = time.monotonic()
 
     def end(self, percent: int) -> None:

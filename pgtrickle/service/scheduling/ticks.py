@@ -1,4 +1,4 @@
-"""Which moments a scheduler remembers, to bound the commit times of pending changes by what their snapshots saw."""
+"""The past snapshots that a scheduler keeps, from which the commit times of pending changes can be bounded."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-# A tick is forgotten where its neighbours are no further apart than this part of its age: so one of about its time remains,
-# and all of the last minute.
+# A tick is dropped if its neighbours are no further apart than its age divided by this number. So one of about the same
+# time always remains, and all ticks of the last minute.
 SPACING = 8
 LONGEST = timedelta(days=7)
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A snapshot, and a moment before it was taken."""
+    """A snapshot and a time before it was taken."""
 
     at: datetime
     snapshot: str
 
 
 def thinned(ticks: Sequence[Tick]) -> list[Tick]:
-    """Ticks without those that can be missed; newest first, about eighty for a week."""
+    """The ticks without those that are no longer needed, newest first; about eighty for a week."""
     kept = list(ticks[:1])
     for number, tick in enumerate(ticks[1:], start=2):
         age = ticks[0].at - tick.at

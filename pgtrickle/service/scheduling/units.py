@@ -1,4 +1,4 @@
-"""From what is due to what a worker does: stream tables that are refreshed in one go."""
+"""Combine due stream tables into units, which one worker refreshes in one go."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Kind = Literal["IMMEDIATE", "GROUP", "FUSED", "SINGLETON", "VERIFY"]
 BANDS: dict[Kind, int] = {"IMMEDIATE": 0, "GROUP": 1, "FUSED": 2, "SINGLETON": 2, "VERIFY": 3}
 TIERS = {"hot": 0, "warm": 1, "cold": 2, "frozen": 3}
 
-# Who takes longer has a worker of its own: the others of a unit would wait for it.
+# Slower stream tables get a unit of their own, because the others in a unit would wait for them.
 SLOW_SECONDS = 2.0
-# Up to so many rows behind it a stream table that starts over is no slower than others.
+# With sources of up to this many rows, a re-initialization is not slower than other refreshes.
 SMALL_ROWS = 50_000
-# One Spark job for many is cheap, but their rows are read and written one after the other.
+# One Spark job for many stream tables is cheap, but their rows are read and written one after the other.
 MOST_FUSED = 128
 
 
 @dataclass(frozen=True)
 class Due:
-    """A stream table that is to be refreshed now."""
+    """A stream table that is due, or will be before the next tick."""
 
     pgt_id: int
-    asked: bool  # somebody waits for it
-    updated_at: datetime  # when its definition changed last
-    seconds: float  # of its own in its last refresh, without those it was refreshed with
-    fills_long: bool  # it starts over, and that is not a matter of moments
+    asked: bool  # there is a pending request
+    updated_at: datetime  # when its definition was last changed
+    seconds: float  # its own share of its last refresh, without the other stream tables of the unit
+    fills_long: bool  # it is re-initialized, which takes a while
     tier: str
-    due_in: float = 0.0  # seconds; later ones are told so that they are not looked for too late
-    databases: tuple[str, ...] = ()  # others that it reads
+    due_in: float = 0.0  # seconds; if positive, tells when the next tick is needed
+    databases: tuple[str, ...] = ()  # remote databases that it reads
     owner: int | None = None
     every: float = math.inf  # seconds between two refreshes by its schedule
-    proven: bool = True  # its last refresh succeeded, so it is known how long one takes
+    proven: bool = True  # its last refresh succeeded, so its duration is known
 
     @property
     def slow(self) -> bool:
@@ -45,13 +45,16 @@ class Due:
 
 @dataclass(frozen=True)
 class Unit:
-    """Stream tables of one database that one worker refreshes in one go; or VERIFY: one, which it compares with its query."""
+    """Stream tables of one database that one worker refreshes in one go.
+
+    A unit of kind VERIFY is a single stream table, which is compared with its query.
+    """
 
     kind: Kind
     ids: tuple[int, ...]
     tier: int
-    asked: bool  # somebody waits for one of them
-    owner: int | None = None  # of all of them; None where they have several
+    asked: bool  # there is a pending request for one of them
+    owner: int | None = None  # of all of them; None if they have several
     every: float = math.inf  # the shortest of their schedules, in seconds
 
     @property
@@ -60,12 +63,12 @@ class Unit:
 
     @property
     def patience(self) -> float:
-        """Seconds for which more urgent units go first, even if they arrive later."""
+        """Seconds for which more urgent units that arrive later can go first."""
         return 0.0 if self.asked else min(self.every, float(sum(self.priority)))
 
 
 def plan_units(due: Sequence[Due], graph: DependencyGraph, busy: Collection[int], *, tiered: bool) -> list[Unit]:
-    """Units for what is due and not already in work."""
+    """The units for what is due and not being refreshed already, in order of priority."""
     units: list[Unit] = []
     left = {item.pgt_id: item for item in due if item.pgt_id not in busy}
     for id_ in list(left):
@@ -84,10 +87,10 @@ def plan_units(due: Sequence[Due], graph: DependencyGraph, busy: Collection[int]
 
 
 def _company(item: Due) -> tuple[object, ...]:
-    """Who may be refreshed in one go.
+    """The key of stream tables that may share a unit.
 
-    A database that does not answer delays those that read it, and nobody else. Likewise an owner's requests and what was
-    never refreshed without an error, which may take any time, delay this owner's stream tables only.
+    A remote database that does not answer delays only the stream tables that read it. Requests, and stream tables whose
+    last refresh did not succeed, may take any time; they delay only stream tables of the same owner.
     """
     return item.asked, tuple(item.databases), item.owner if item.asked or not item.proven else None, item.proven
 
