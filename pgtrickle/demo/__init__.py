@@ -1,1 +1,1 @@
-"""The demonstration: a shop that somebody works in, and stream tables over it."""
+"""The demo: a shop with ongoing changes, and stream tables over it."""

@@ -1,4 +1,4 @@
-"""Is a stream table what its query gives? Asked of PostgreSQL, in one snapshot."""
+"""Compare stream tables with their queries in one snapshot, in PostgreSQL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pgtrickle.api.database import Database
 
 
 def differences(database: Database, dsn: str) -> dict[str, int]:
-    """For each stream table, the number of rows that it has too many or too few, duplicates counted."""
+    """The number of missing and unexpected rows of each stream table, counting duplicates."""
     with psycopg.connect(dsn) as conn:
         conn.isolation_level = IsolationLevel.REPEATABLE_READ
         conn.read_only = True

@@ -1,4 +1,4 @@
-"""The course of the demonstration: server, shop, stream tables, refreshes and checks, and everything closed again."""
+"""Run the demo: start a server, load the shop, create stream tables, refresh and check them, and clean up."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ KINDS = {
 
 
 def play(seconds: float | None, rows: int) -> int:
-    """Run it for some seconds, or until interrupted; gives the exit code."""
-    check_java()  # before a minute's work, not after
+    """Run the demo for some seconds, or until interrupted; return the exit code."""
+    check_java()  # fail before the set-up, which takes up to a minute
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     with _server() as server, quiet_jvm():
         console.print(f"PostgreSQL {server.version} is running; loading the shop ({rows:,} order items)…")
@@ -57,7 +57,7 @@ def play(seconds: float | None, rows: int) -> int:
 
 @contextmanager
 def _server() -> Iterator[EmbeddedServer]:
-    """A server in a temporary directory; both are gone however the block ends."""
+    """Run a server in a temporary directory; both are removed when the block ends, even after an error."""
     folder = Path(tempfile.mkdtemp(prefix="pgtrickle-demo-"))
     server = EmbeddedServer(folder / "data", version=18, settings=SETTINGS)
     try:
@@ -81,7 +81,7 @@ def _set_up(database: Database, console: Console, psql: str) -> Board:
 
 @contextmanager
 def _live(board: Board, console: Console) -> Iterator[Callable[[str], None]]:
-    """What to call with each plain line; on a terminal the board itself is drawn again and again instead."""
+    """Yield a function that prints a progress line. On a terminal it does nothing: the board is redrawn instead."""
     if not console.is_terminal:
         yield lambda line: console.print(line, soft_wrap=True)
         return

@@ -1,4 +1,4 @@
-"""The shop of the demonstration: its data, its stream tables, and somebody who works in it."""
+"""The shop of the demo: its data, its stream tables, and a thread that changes the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TICK = 0.1
 
 
 def open_shop(server: EmbeddedServer, rows: int) -> str:
-    """Create the database with an ordinary role as its owner, load the data, and return the DSN."""
+    """Create the database with an ordinary role as owner, load the data, and return the DSN."""
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         conn.execute(f"CREATE ROLE {ROLE} LOGIN".encode())
         conn.execute(f"CREATE DATABASE {DATABASE} OWNER {ROLE}".encode())
@@ -35,13 +35,13 @@ def open_shop(server: EmbeddedServer, rows: int) -> str:
 
 
 def stream_tables() -> dict[str, str]:
-    """Names and queries, sources before their readers."""
+    """The names and queries of the stream tables, sources before their readers."""
     scripts = sorted((_FOLDER / "queries").iterdir(), key=lambda script: script.name)
     return {re.sub(r"^\d+_|\.sql$", "", script.name): script.read_text().strip() for script in scripts}
 
 
 class Writer:
-    """A thread that takes orders, pays, ships, cancels and deletes them: some hundred rows per second."""
+    """A thread that adds, pays, ships, cancels and deletes orders: a few hundred rows per second."""
 
     def __init__(self, dsn: str) -> None:
         self.rows = 0
@@ -65,7 +65,7 @@ class Writer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is written inside the block; a transaction under way is waited for."""
+        """Pause writing for the block, after waiting for the running transaction."""
         with self._turn:
             yield
 
@@ -74,7 +74,7 @@ class Writer:
             while not self._over.wait(_TICK):
                 with self._turn:
                     self.rows += self._change()
-        except Exception as error:  # shown by whoever looks at the writer; a thread has nobody to raise it to
+        except Exception as error:  # a thread cannot raise it to the main thread, which checks this attribute
             self.error = error
 
     def _change(self) -> int:

@@ -1,4 +1,4 @@
-"""What the demonstration shows: a live table on a terminal, plain lines elsewhere, a summary at the end."""
+"""The output of the demo: a live table on a terminal, plain lines elsewhere, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ PHASES = ("cut", "fetch", "spark", "apply")
 
 @dataclass
 class Shown:
-    """One stream table's figures."""
+    """The figures of one stream table."""
 
     kind: str
-    as_of: float = 0.0  # when its last refresh took the cut
+    as_of: float = 0.0  # when its last refresh began
     refreshes: int = 0
     rows: int = 0
     slowest: float = 0.0
@@ -42,7 +42,7 @@ class Shown:
 
 @dataclass
 class Board:
-    """All figures of the demonstration."""
+    """All figures of the demo."""
 
     tables: dict[str, Shown]
     psql: str
@@ -55,7 +55,7 @@ class Board:
         return time.monotonic() - self.started
 
     def line(self) -> str:
-        """The last refresh as one line."""
+        """A summary of the last refreshes as one line."""
         results = [shown.last for shown in self.tables.values() if shown.last is not None]
         phases = " ".join(f"{phase} {sum(r.phases[phase] for r in results):.3f}" for phase in PHASES)
         changed = sum(r.rows_inserted + r.rows_deleted for r in results)

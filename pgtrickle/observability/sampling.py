@@ -1,4 +1,4 @@
-"""The scaling guide's profiling method: how busy the worker pool is and how long its queue, and what follows from it."""
+"""The scaling guide's profiling method: sample the load and the queue of the worker pool, and judge its size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psycopg
 from pgtrickle.catalog.install import latest_version, require_installed
 from pgtrickle.errors import NotInstalledError
 
-# As the guide prints it.
+# As printed in the guide.
 SAMPLE = """
 SELECT now() AS ts,
 (SELECT active_workers FROM pgtrickle.worker_pool_status()) AS active,
@@ -23,7 +23,7 @@ SELECT now() AS ts,
 WHERE status = 'QUEUED') AS queue_depth;
 """
 
-CONSISTENTLY = 0.8  # the guide's word, as a share of the samples
+CONSISTENTLY = 0.8  # what the guide calls "consistently", as a share of the samples
 SATURATED = 0.9
 IDLE = 0.5
 LONG_QUEUE = 10
@@ -34,7 +34,7 @@ Name = Literal["undersized", "oversized", "scheduler-bound", "fits"]
 
 @dataclass(frozen=True)
 class Sample:
-    """The pool at one moment."""
+    """The state of the worker pool at one moment."""
 
     ts: datetime
     active: int
@@ -48,7 +48,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the samples say about the pool, by the guide's rules, with the figures behind it."""
+    """The verdict on the pool by the guide's rules, with the figures behind it."""
 
     verdict: Name
     reason: str
@@ -61,12 +61,12 @@ class Verdict:
     mean_queue_depth: float
     most_queued: int
     saturated_share: float  # of the samples: utilisation above 90 % while jobs waited
-    idle_share: float  # utilisation below 50 %
-    waiting_share: float  # more than 10 jobs waited while workers were free
+    idle_share: float  # of the samples: utilisation below 50 %
+    waiting_share: float  # of the samples: more than 10 jobs waited while workers were free
 
 
 def require_pool_functions(conn: psycopg.Connection[Any]) -> None:
-    """Refuse a catalog of a release that had no service to look at."""
+    """Refuse a catalog of an older release, which lacks the functions that show the worker pool."""
     if (version := require_installed(conn)) < latest_version():
         raise NotInstalledError(
             f"Database {conn.info.dbname} has catalog version {version}, and this command needs {latest_version()}",
@@ -75,27 +75,30 @@ def require_pool_functions(conn: psycopg.Connection[Any]) -> None:
 
 
 def take_sample(conn: psycopg.Connection[Any]) -> Sample:
-    """One sample. The connection must be in autocommit: now() stands still within a transaction."""
+    """Take one sample. The connection must be in autocommit mode, because now() does not advance in a transaction."""
     row = conn.execute(SAMPLE.encode()).fetchone()
     assert row is not None
     return Sample(*row)
 
 
 def take_samples(conn: psycopg.Connection[Any], seconds: float, interval: float) -> Iterator[Sample]:
-    """Samples at a steady pace; one that took longer than the interval is followed at once, and none is made up."""
+    """Yield samples at a steady pace.
+
+    A sample that took longer than the interval is followed by the next at once; missed ones are not made up for.
+    """
     start = time.monotonic()
     due = start
     while True:
         yield take_sample(conn)
         now = time.monotonic()
         due = max(due + interval, now)
-        if due - start > seconds - 1e-6:  # sums of fractions are not exact
+        if due - start > seconds - 1e-6:  # floating-point sums are not exact
             return
         time.sleep(due - now)
 
 
 def judge(samples: Sequence[Sample]) -> Verdict:
-    """The guide's verdict over samples, of which there must be one."""
+    """The guide's verdict on the samples, of which there must be at least one."""
 
     def share(holds: Callable[[Sample], bool]) -> float:
         return sum(map(holds, samples)) / len(samples)
@@ -110,7 +113,7 @@ def judge(samples: Sequence[Sample]) -> Verdict:
         reason = f"more than 90 % of the workers were busy while jobs waited, in {saturated:.0%} of the samples"
         advice = _advise_more(pool_size)
     elif waiting >= CONSISTENTLY:
-        # Before the next rule: workers that idle beside a queue are not too many.
+        # Check this before the next rule: idle workers next to a queue do not mean that there are too many.
         name = "scheduler-bound"
         reason = f"more than {LONG_QUEUE} jobs waited while workers were free, in {waiting:.0%} of the samples"
         advice = (
@@ -166,8 +169,8 @@ def _advise_fewer(most_active: int, queued: bool) -> str:
 
 
 def plot(samples: Sequence[Sample], verdict: Verdict, path: Path) -> None:
-    """Utilisation and queue depth over time as a picture; ImportError where matplotlib is not installed."""
-    from matplotlib.figure import Figure  # without pyplot: no window system is looked for
+    """Plot utilisation and queue depth over time into a file; ImportError if matplotlib is not installed."""
+    from matplotlib.figure import Figure  # not pyplot, which looks for a window system
     from matplotlib.ticker import MaxNLocator
 
     seconds = [(s.ts - samples[0].ts).total_seconds() for s in samples]

@@ -1,4 +1,4 @@
-"""The scaling guide's sizes and profiles, and what they cost here in connections and memory."""
+"""The scaling guide's sizes and profiles, and what they cost in connections and memory on a given server."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 from pgtrickle.errors import UntrustedCatalogError
 
-if TYPE_CHECKING:  # names of profiles are in --help, which waits for no driver
+if TYPE_CHECKING:  # --help shows the profile names and must not have to load the driver
     import psycopg
 
 DEFAULT_WORKERS = 4
 DEFAULT_MERGE_MB = 64
-# The guide prints this value in quotes and those of switches without.
+# The guide prints the value of this setting in quotes, those of other switches without.
 _QUOTED = {"parallel_refresh_mode"}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Settings that belong together, in the guide's order."""
+    """A named set of settings, in the guide's order."""
 
     name: str
     purpose: str
@@ -33,7 +33,7 @@ class Profile:
         ]
 
     def as_sql(self) -> list[str]:
-        """Statements that do the same without rights on the server's configuration."""
+        """Equivalent SQL statements, which need no rights on the server's configuration."""
         return [f"SELECT pgtrickle.set('pg_trickle.{name}', '{value}');" for name, value in self.settings.items()]
 
 
@@ -94,7 +94,7 @@ class Size:
     note: str
 
 
-# The last one has no upper end; the guide's practical limit of a database stands for it.
+# The last one has no upper bound; the guide's practical limit for a database is used instead.
 SIZES = (
     Size("Small", "1–20", 1, 20, 2, 4, "default (4) is usually sufficient"),
     Size("Medium", "20–100", 20, 100, 4, 8, "monitor worker saturation"),
@@ -104,12 +104,12 @@ SIZES = (
 
 
 def size_of(stream_tables: int) -> Size:
-    """The row that applies; the guide's ranges meet, and the number where they do belongs to the larger."""
+    """The row of the sizing table that applies. The guide's ranges overlap at their ends; the larger size wins."""
     return next((size for size in SIZES if stream_tables < size.most_tables), SIZES[-1])
 
 
 def recommended_workers(stream_tables: int) -> int:
-    """max_dynamic_refresh_workers by the table, in proportion within a row."""
+    """The recommended max_dynamic_refresh_workers from the sizing table, interpolated within a row."""
     size = size_of(stream_tables)
     within = min(max(stream_tables, size.fewest_tables), size.most_tables) - size.fewest_tables
     span = size.most_workers - size.fewest_workers
@@ -118,15 +118,15 @@ def recommended_workers(stream_tables: int) -> int:
 
 @dataclass(frozen=True)
 class DatabaseAtHand:
-    """A database of a server: served if it has the catalog and is enabled."""
+    """A database of a server. It is served if it has the catalog and is enabled."""
 
     name: str
     stream_tables: int | None  # None without a catalog
     enabled: bool = False
     workers: int = DEFAULT_WORKERS  # max_dynamic_refresh_workers
-    at_once: int = DEFAULT_WORKERS  # of them for this database
+    at_once: int = DEFAULT_WORKERS  # how many of them may work for this database concurrently
     merge_mb: int = DEFAULT_MERGE_MB
-    problem: str | None = None  # why it could not be looked into
+    problem: str | None = None  # why it could not be examined
 
     @property
     def served(self) -> bool:
@@ -135,18 +135,18 @@ class DatabaseAtHand:
 
 @dataclass(frozen=True)
 class ServerAtHand:
-    """What a server allows and what of it is taken."""
+    """A server's limits on connections and processes, and how much of them is in use."""
 
     where: str
     version: int
     max_connections: int
     superuser_reserved: int
     reserved: int  # reserved_connections, since PostgreSQL 16
-    in_use: int  # by others than pgtrickle
+    in_use: int  # by clients other than pgtrickle
     own: int  # by pgtrickle
     role: str
     role_limit: int | None
-    role_in_use: int  # by that role, but not by pgtrickle
+    role_in_use: int  # by sessions of that role other than pgtrickle's
     max_worker_processes: int
     autovacuum_max_workers: int
     max_parallel_workers: int
@@ -159,18 +159,18 @@ class ServerAtHand:
 
 @dataclass(frozen=True)
 class Budget:
-    """Connections and memory that pgtrickle needs on one server at most, all services together."""
+    """The connections and memory that pgtrickle needs at most on one server, for all services together."""
 
     services: int
     launchers: int
     schedulers: int
     workers: int
-    kept_idle: int  # by workers that went on to another database less than a minute ago
+    kept_idle: int  # by workers that moved on to another database less than a minute ago
     needed: int
-    available: int  # beside what others use now
+    available: int  # in addition to what other clients use now
     apply_mb: int
-    worker_processes_by_guide: int  # what its formula asks for, without other extensions
-    worker_processes: int  # what is asked for here
+    worker_processes_by_guide: int  # required by the guide's formula, without other extensions
+    worker_processes: int  # required by pgtrickle
 
     @property
     def fits(self) -> bool:
@@ -178,13 +178,13 @@ class Budget:
 
 
 def pool_size(servers: Sequence[ServerAtHand]) -> int:
-    """A service's pool is for all its databases, and as large as the one that wants the most workers asks for."""
+    """The size of a service's pool, which all its databases share: the largest number that any of them has set."""
     wanted = [database.workers for server in servers for database in server.served]
     return max(wanted, default=DEFAULT_WORKERS)
 
 
 def compute_budget(server: ServerAtHand, workers: int, services: int = 1) -> Budget:
-    """Every service has a launcher, a scheduler per served database, and workers that may all be on this server."""
+    """The budget for a server: each service needs a launcher, a scheduler per served database, and all its workers."""
     served = server.served
     kept_idle = max(0, sum(min(workers, database.at_once) for database in served) - workers)
     available = server.max_connections - server.superuser_reserved - server.reserved - server.in_use
@@ -209,11 +209,12 @@ def compute_budget(server: ServerAtHand, workers: int, services: int = 1) -> Bud
 
 
 def largest_pool(server: ServerAtHand, services: int = 1) -> int:
-    """The largest pool of each service that the connections are enough for; 0 if not even one worker."""
+    """The largest pool per service for which there are enough connections; 0 if there are not enough for one worker."""
     return max((n for n in range(1, 65) if compute_budget(server, n, services).fits), default=0)
 
 
-# What other roles' sessions are is hidden from an ordinary role, except their database, name and application.
+# Most columns are hidden from an ordinary role for sessions of other roles, but not database, role name and
+# application.
 _SERVER = """
 WITH client AS (
     SELECT usename, application_name LIKE 'pgtrickle%' AS own FROM pg_catalog.pg_stat_activity
@@ -241,7 +242,7 @@ _DATABASES = (
 def read_server(
     conn: psycopg.Connection[Any], only: Collection[str] | None = None, trusted_owners: Iterable[str] = ()
 ) -> ServerAtHand:
-    """The server behind a connection, its databases, or some, looked into one after another as the launcher does."""
+    """Read the limits of the connected server and examine its databases, or only some, one by one."""
     from psycopg.rows import dict_row
 
     row = conn.cursor(row_factory=dict_row).execute(_SERVER.encode()).fetchone()
@@ -270,16 +271,16 @@ def _connect_and_look(conn: psycopg.Connection[Any], name: str, trusted_owners: 
     except UntrustedCatalogError as error:
         return DatabaseAtHand(name, None, problem=error.message)
     except psycopg.Error as error:
-        # One that may not be entered, or is being dropped, must not hide the others.
+        # A database that refuses the connection or is being dropped must not prevent examining the others.
         return DatabaseAtHand(name, None, problem=(str(error).strip() or type(error).__name__).splitlines()[-1])
 
 
 def look_into(conn: psycopg.Connection[Any]) -> DatabaseAtHand:
-    """The connected database."""
+    """Examine the connected database."""
     name = conn.info.dbname
     if conn.execute("SELECT 1 WHERE to_regclass('pgtrickle.pgt_settings') IS NOT NULL").fetchone() is None:
         return DatabaseAtHand(name, None)
-    # A catalog of an earlier release does not know all of them.
+    # The catalog of an earlier release may not have all of these settings.
     row = conn.execute(
         "SELECT (SELECT count(*) FROM pgtrickle.pgt_stream_tables), s.enabled IS DISTINCT FROM 'off',"
         " coalesce(s.workers, %(workers)s), CASE s.parallel WHEN 'off' THEN 1 ELSE coalesce(s.at_once, %(workers)s) END,"
@@ -296,7 +297,7 @@ def look_into(conn: psycopg.Connection[Any]) -> DatabaseAtHand:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value as the service uses it, and where it comes from."""
+    """The effective value of a setting and its origin."""
 
     value: str
     origin: str
@@ -304,7 +305,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """What applying a profile did to one setting."""
+    """The effect of a profile on one setting."""
 
     name: str
     wanted: str
@@ -313,12 +314,12 @@ class Change:
 
     @property
     def overruled(self) -> bool:
-        """Whether a value of the server's own configuration counts before the one that was set."""
+        """Whether the server's own configuration takes precedence over the value that was set."""
         return self.after.value != self.wanted
 
 
 def read_setting(conn: psycopg.Connection[Any], name: str) -> Setting | None:
-    """None where the catalog's release does not know it."""
+    """The effective value of a setting; None if the catalog's release does not have it."""
     row = conn.execute(
         "SELECT value, origin FROM pgtrickle._setting_sources(%s) WHERE value IS NOT NULL ORDER BY rank LIMIT 1",
         (name,),
@@ -327,7 +328,7 @@ def read_setting(conn: psycopg.Connection[Any], name: str) -> Setting | None:
 
 
 def apply_profile(conn: psycopg.Connection[Any], profile: Profile) -> list[Change]:
-    """Set all of a profile's settings in the connected database, or none."""
+    """Set all settings of a profile in the connected database, in one transaction."""
     changes = []
     with conn.transaction():
         for name, value in profile.settings.items():
@@ -341,5 +342,5 @@ def apply_profile(conn: psycopg.Connection[Any], profile: Profile) -> list[Chang
 
 
 def total_stream_tables(servers: Sequence[ServerAtHand]) -> int:
-    """Of all served databases: they share one pool."""
+    """The number of stream tables in all served databases, which share one pool."""
     return sum(d.stream_tables or 0 for server in servers for d in server.served)
