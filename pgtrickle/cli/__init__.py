@@ -1,1 +1,1 @@
-"""The command line: thin over the API."""
+"""The command line, a thin layer over the API and the service."""

@@ -1,4 +1,4 @@
-"""What commands share: the database they work on, their output, and signals."""
+"""Helpers that the commands share: the database connection, output, and signals."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
-WAIT_SECONDS = 600.0  # for what a running service is asked to refresh
+WAIT_SECONDS = 600.0  # for a refresh requested from a running service
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for a script to read.")
 
 
 def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]:
-    """Give a command `--dsn` and pass it the DSN of the nearest place that has one."""
+    """Add the option `--dsn` to a command; it overrides the option of the same name given before the command."""
 
     @click.option(
         "--dsn", "own_dsn", metavar="DSN", help="The database; default: PGTRICKLE_DSN, then libpq's variables."
@@ -44,8 +44,8 @@ def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]
 
 
 def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
-    """Connect; the server's warnings go to stderr."""
-    # Here and not above: loading the engine takes half a second that --help need not wait for.
+    """Connect to the database and print the server's warnings to stderr."""
+    # Imported here because loading the engine takes half a second, which --help should not have to wait for.
     from pgtrickle.api.database import connect, log_warning
 
     database = connect(dsn, on_step=on_step)
@@ -83,7 +83,7 @@ def _plain(value: object) -> object:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
-    """A table for a person; where the output is not a terminal, columns separated by tabs, without a heading."""
+    """Print a formatted table on a terminal; otherwise tab-separated columns without headings."""
     lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
     if not sys.stdout.isatty():
         for line in lines:
@@ -105,7 +105,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], empty
 
 
 def age(seconds: float | None) -> str | None:
-    """A duration as a person says it."""
+    """A duration in a human-readable unit."""
     if seconds is None:
         return None
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
@@ -115,9 +115,9 @@ def age(seconds: float | None) -> str | None:
 
 
 def stop_on_signals() -> None:
-    """Let SIGTERM and a closed terminal end the command as Ctrl-C does, so that everything is closed on the way out.
+    """Let SIGTERM and SIGHUP end the command like Ctrl-C, so that everything is closed on the way out.
 
-    Ctrl-C too, for what a script starts in the background ignores it otherwise.
+    SIGINT is set as well, because processes that a script starts in the background ignore it by default.
     """
 
     def interrupt(signum: int, frame: object) -> None:
@@ -128,5 +128,5 @@ def stop_on_signals() -> None:
 
 
 def failures(in_a_row: int, last: str | None) -> str:
-    """What went wrong with a stream table. What may be over by itself is not counted."""
+    """Describe the failed refreshes of a stream table. Failures that may pass by themselves are not counted."""
     return f"failed {in_a_row} times: {last}" if in_a_row else f"the last refresh failed: {last}"

@@ -1,4 +1,4 @@
-"""What can be wrong with a database and its stream tables: one function per kind, all in one list."""
+"""The checks of `pgtrickle doctor`: one function per kind of problem, collected in one list."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Connection = psycopg.Connection[Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong, what it concerns, and what to do."""
+    """A problem, the object that it concerns, and the remedy."""
 
     check: str
     subject: str
@@ -29,7 +29,7 @@ class Finding:
 
 
 def find_problems(conn: Connection, held_seconds: float) -> list[Finding]:
-    """All findings. Without a usable catalog only those that need none."""
+    """Run all checks. Without a usable catalog, only those that do not need one."""
     found = [*_java(), *_server(conn), *_catalog(conn), *_held_back(conn, held_seconds)]
     if not any(finding.check == "catalog" for finding in found):
         found += [finding for check in CATALOG_CHECKS for finding in check(conn)]
@@ -71,7 +71,7 @@ def _catalog(conn: Connection) -> Iterator[Finding]:
 
 
 def _held_back(conn: Connection, seconds: float) -> Iterator[Finding]:
-    """Who keeps old rows from being vacuumed and old changes from being purged."""
+    """Long transactions that prevent old rows from being vacuumed and old changes from being purged."""
     # Without pg_read_all_stats the start of another role's transaction is hidden, its xmin is not.
     sessions = _rows(
         conn,
@@ -116,7 +116,7 @@ def _stream_tables(conn: Connection) -> Iterator[Finding]:
     )
     for name, status, why, errors, last_error, again, ownership, privilege, remedy in rows:
         if ownership or privilege:
-            # Whatever else there is follows from it.
+            # Any other problems are consequences of this one.
             yield Finding("stream-table", name, ownership or privilege, problem_remedy(name, ownership or privilege))
             continue
         if last_error or errors:
@@ -131,7 +131,7 @@ def _stream_tables(conn: Connection) -> Iterator[Finding]:
 
 
 def _copy(conn: Connection) -> Iterator[Finding]:
-    """A copy keeps changes for the readers of the original, until somebody has noticed that it is one."""
+    """A copy of a database, which keeps changes for the readers of the original until the copy is detected."""
     rows = _rows(
         conn,
         "SELECT i.database, (SELECT count(*) FROM pgtrickle.pgt_consumers) FROM pgtrickle.pgt_identity AS i"
@@ -147,7 +147,7 @@ def _copy(conn: Connection) -> Iterator[Finding]:
 
 
 def _capture(conn: Connection) -> Iterator[Finding]:
-    """Sources of which changes may go by unseen."""
+    """Sources whose changes may be missed."""
     rows = _rows(
         conn,
         "SELECT t.source_relid::regclass::text, count(g.oid) FILTER (WHERE g.tgenabled IN ('O', 'A')),"
@@ -174,7 +174,7 @@ def _capture(conn: Connection) -> Iterator[Finding]:
 
 def _requests(conn: Connection) -> Iterator[Finding]:
     if not _rows(conn, "SELECT WHERE has_table_privilege('pgtrickle.pgt_requests', 'SELECT')"):
-        return  # an owner sees only what became of their own requests
+        return  # other roles can see only the outcome of their own requests
     rows = _rows(
         conn,
         "SELECT count(*), extract(epoch FROM clock_timestamp() - min(requested_at))::bigint FROM pgtrickle.pgt_requests"
@@ -191,7 +191,7 @@ def _requests(conn: Connection) -> Iterator[Finding]:
 
 
 def _service(conn: Connection) -> Iterator[Finding]:
-    """What health_check() says of the service and its work; of the rest the other checks say more."""
+    """The results of health_check() about the service and its work; the other checks are more detailed on the rest."""
     rows = _rows(
         conn,
         "SELECT check_name, detail, remedy FROM pgtrickle.health_check() WHERE severity <> 'OK'"
@@ -203,7 +203,7 @@ def _service(conn: Connection) -> Iterator[Finding]:
 
 
 def _trust(conn: Connection) -> Iterator[Finding]:
-    """No service may be here because it does not trust the role that installed (see catalog/trust.py)."""
+    """A missing service, perhaps because it does not trust the role that owns the catalog (see catalog/trust.py)."""
     rows = _rows(
         conn,
         "SELECT o.rolname, s.rolname FROM pg_namespace n JOIN pg_roles o ON o.oid = n.nspowner"
@@ -221,12 +221,12 @@ def _trust(conn: Connection) -> Iterator[Finding]:
 
 
 def _pooler(conn: Connection) -> Iterator[Finding]:
-    """A pooler in transaction mode that the database was not told of."""
+    """A pooler in transaction mode that is not set in connection_pooler_mode."""
     if not is_pooled(conn) or _rows(conn, "SELECT WHERE pgtrickle._setting('connection_pooler_mode') <> 'off'"):
         return
     with another(conn) as second:
         pids = [_rows(one, "SELECT pg_backend_pid()") for one in (conn, second, conn, second)]
-    if len({pid for ((pid,),) in pids}) == 1:  # one process of the server for two connections that are both open
+    if len({pid for ((pid,),) in pids}) == 1:  # one backend for two open connections
         yield Finding(
             "pooler",
             conn.info.dbname,
@@ -236,7 +236,7 @@ def _pooler(conn: Connection) -> Iterator[Finding]:
 
 
 def _databases(conn: Connection) -> Iterator[Finding]:
-    """Other databases that the service could not look at."""
+    """Remote databases that the service could not poll, and database sets with members that could not join."""
     if not _rows(conn, "SELECT WHERE has_table_privilege('pgtrickle.pgt_databases', 'SELECT')"):
         return
     for name, problem in _rows(conn, "SELECT name, problem FROM pgtrickle.pgt_databases WHERE problem IS NOT NULL"):
@@ -256,7 +256,7 @@ def _databases(conn: Connection) -> Iterator[Finding]:
 
 
 def _citus(conn: Connection) -> Iterator[Finding]:
-    """Nodes of the cluster that are not captured, not followed, or cannot be cut."""
+    """Citus nodes whose changes are not captured or not followed, or that cannot be included in a cut."""
     if not _rows(conn, "SELECT WHERE pgtrickle._has_citus()"):
         return
     if not _rows(conn, "SELECT WHERE has_table_privilege('pg_dist_transaction', 'UPDATE')"):
@@ -278,7 +278,7 @@ def _citus(conn: Connection) -> Iterator[Finding]:
 
 
 def _differences(conn: Connection) -> Iterator[Finding]:
-    """Stream tables that differed from their queries when they were last compared."""
+    """Stream tables that differed from their queries at the last comparison."""
     for name, at in _rows(
         conn,
         "SELECT format('%I.%I', pgt_schema, pgt_name), to_char(verified_at, 'YYYY-MM-DD HH24:MI:SSOF')"

@@ -1,4 +1,4 @@
-"""`pgtrickle`: the commands, and what becomes of errors and signals."""
+"""The entry point `pgtrickle`: registers the commands and turns errors and signals into exit codes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ for command in (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit with its code; errors that a user can meet come without a traceback."""
+    """Run a command and exit with its code. Expected errors are printed without a traceback."""
     try:
         code = cli.main(list(arguments) if arguments is not None else None, "pgtrickle", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
@@ -88,10 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _report(error: Exception) -> tuple[str, str | None, int] | None:
-    """Message, hint and exit code of an error that is not a bug of ours; None for those."""
+    """Message, hint and exit code of an expected error; None for a bug."""
     if isinstance(error, PgtrickleError):
         return error.message, error.hint, CODES.get(type(error), FAILED)
-    # Imported by now if one of their errors is in flight; loading them here would slow down every --help.
+    # They are already imported if one of their errors was raised. Importing them here would slow down every --help.
     psycopg, pyspark = sys.modules.get("psycopg"), sys.modules.get("pyspark.errors")
     if psycopg is not None and isinstance(error, psycopg.Error):
         message = (error.diag.message_primary or str(error)).strip()

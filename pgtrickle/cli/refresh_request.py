@@ -1,4 +1,4 @@
-"""A refresh asked for by a person: handed to a running service where there is one, else done here."""
+"""Manual refreshes: requested from a running service if there is one, otherwise done in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pgtrickle.errors import NotInTimeError, PgtrickleError, PrivilegeError, Ref
 from pgtrickle.refresh.results import Outcome
 from pgtrickle.spark.progress import RefreshProgress, quiet_jvm
 
-# A service says every few seconds that it is there.
+# A running service renews its lease every few seconds.
 SERVICE_SEEN = (
     "SELECT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND lease_expires > clock_timestamp())"
 )
@@ -30,7 +30,10 @@ def bring_up_to_date(
     key: str | None = None,
     seconds: float = WAIT_SECONDS,
 ) -> Outcome:
-    """Refresh stream tables, given as name and id. With a key a service is asked in any case, for the same thing once."""
+    """Refresh stream tables, which are given as a mapping of names to ids.
+
+    With a key, the refresh is always requested from a service, and only once for the same key.
+    """
     if key is not None or (not local and (not _may_refresh(database.conn) or service_seen(database.conn))):
         return _ask_service(database.conn, tables, key, seconds)
     with quiet_jvm(), RefreshProgress(len(tables)) as progress:
@@ -39,12 +42,12 @@ def bring_up_to_date(
 
 
 def service_seen(conn: psycopg.Connection[Any]) -> bool:
-    """Whether a service was there lately; false too for roles that cannot know."""
+    """Whether a service is running; also False for roles that may not see this."""
     return _may_refresh(conn) and bool(_value(conn, SERVICE_SEEN))
 
 
 def _may_refresh(conn: psycopg.Connection[Any]) -> bool:
-    """Only the service's role writes the catalog; an owner asks it."""
+    """Whether this role may refresh. Only the service role can write the catalog; owners request refreshes from it."""
     return bool(_value(conn, "SELECT has_table_privilege('pgtrickle.pgt_stream_tables', 'UPDATE')"))
 
 

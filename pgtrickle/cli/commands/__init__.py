@@ -1,1 +1,1 @@
-"""One file per command, or per few that belong together."""
+"""The commands: one module per command, or per small group of related commands."""

@@ -1,4 +1,4 @@
-"""install, upgrade, uninstall."""
+"""The commands `install`, `upgrade` and `uninstall`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def uninstall(dsn: str | None, drop_tables: bool, yes: bool) -> int:
 
 
 def _confirmed(question: str) -> bool:
-    """The answer; no, where there is nobody to give one."""
+    """Ask the user to confirm; False if the input ends without an answer, as in a script."""
     try:
         return click.confirm(question, err=True)
     except click.Abort as error:

@@ -1,4 +1,4 @@
-"""database: other databases whose tables queries may name."""
+"""The commands `database …`, which manage remote databases and database sets."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def list_databases(dsn: str | None, as_json: bool) -> None:
 
 
 def _brief(names: list[str]) -> str:
-    """Some of many names."""
+    """The names, shortened if there are many."""
     return ", ".join(names) if len(names) <= 6 else f"{len(names)}: {', '.join(names[:3])}, … {names[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""demo."""
+"""The command `demo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""doctor."""
+"""The command `doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""list, status, explain, history."""
+"""The commands `list`, `status`, `explain` and `history`."""
 
 from __future__ import annotations
 

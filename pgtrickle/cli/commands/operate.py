@@ -1,4 +1,4 @@
-"""wait, pause, resume, drain."""
+"""The commands `wait`, `pause`, `resume` and `drain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""prepare."""
+"""The command `prepare`."""
 
 from __future__ import annotations
 

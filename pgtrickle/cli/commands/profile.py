@@ -1,4 +1,4 @@
-"""profile."""
+"""The command `profile`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def profile(dsn: str | None, seconds: float, interval: float, out: Path, as_json
         plot(samples, verdict, out / "profile.png")
         written.append(out / "profile.png")
     except ImportError:
-        # A picture of an earlier run beside this one's figures would lie.
+        # A plot from an earlier run next to this run's figures would be misleading.
         (out / "profile.png").unlink(missing_ok=True)
         click.echo(WITHOUT_MATPLOTLIB, err=True)
     if as_json:
@@ -76,7 +76,7 @@ def profile(dsn: str | None, seconds: float, interval: float, out: Path, as_json
 
 
 def _sample(database: Database, seconds: float, interval: float, path: Path) -> list[Sample]:
-    """The samples, each written to the file at once: what was seen is kept whatever happens next."""
+    """Take samples and write each to the file at once, so that none is lost if the command ends early."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,4 +1,4 @@
-"""refresh."""
+"""The command `refresh`."""
 
 from __future__ import annotations
 

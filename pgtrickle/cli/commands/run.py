@@ -1,4 +1,4 @@
-"""run."""
+"""The command `run`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _run_service(config: ServiceConfig) -> None:
     server = serve_http(service, config.http) if config.http else None
     with quiet_jvm():
         service.start()
-        # The first change shall not wait for it.
+        # Start Spark now, so that the first change does not have to wait for it.
         threading.Thread(target=spark_session, name="pgtrickle-spark-start", daemon=True).start()
         names = ", ".join(launcher.server.name for launcher in service.launchers)
         click.echo(f"watching {names}; Ctrl-C ends it", err=True)

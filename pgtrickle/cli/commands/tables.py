@@ -1,4 +1,4 @@
-"""create, alter, drop."""
+"""The commands `create`, `alter` and `drop`."""
 
 from __future__ import annotations
 

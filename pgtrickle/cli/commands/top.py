@@ -1,4 +1,4 @@
-"""top."""
+"""The command `top`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 JOBS, EVENTS = 6, 6
-# Lines of a frame that are no stream tables: health and pool, headings and what separates the parts.
+# Lines of a frame that do not show stream tables: health and pool, headings, separators, jobs and events.
 OTHER_LINES = JOBS + EVENTS + 12
 PIPE_WIDTH = 160
 COLOURS = {"ACTIVE": "green", "SUSPENDED": "yellow", "ERROR": "red", "FAILED": "red", "RUNNING": "green"}
@@ -56,11 +56,11 @@ def top(dsn: str | None, once: bool, interval: float) -> None:
                     time.sleep(interval)
                     live.update(_frame(database.conn, _room(console)), refresh=True)
     except KeyboardInterrupt:
-        return  # that is how one ends it
+        return  # the normal way to end it
 
 
 def _room(console: Console) -> int:
-    """How many stream tables a frame can show, so that what is below them stays on the screen."""
+    """How many stream tables a frame can show while everything below them stays on the screen."""
     return max(3, console.height - OTHER_LINES)
 
 
@@ -162,7 +162,8 @@ def _jobs(conn: psycopg.Connection[Any]) -> Table | Text:
 
 
 def _events(conn: psycopg.Connection[Any]) -> Table | Text:
-    # Where much happens five minutes are many thousands of events, of which the last few seconds fill the frame.
+    # On a busy database, five minutes are many thousands of events, and the last few seconds are enough to fill the
+    # frame.
     for window in ("10 seconds", "5 minutes"):
         rows = conn.execute(
             "SELECT to_char(at, 'HH24:MI:SS'), event, coalesce(payload ->> 'stream_table', ''), coalesce(payload ->> 'error',"
@@ -185,7 +186,7 @@ def _table(headings: Sequence[str], right: set[str], rows: Sequence[Sequence[obj
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", no_wrap=True, overflow="ellipsis")
     for row in rows:
-        # Text, not str: a name with brackets is no markup. One line each, whatever an error message looks like.
+        # Text, not str: brackets in a name must not be parsed as markup. Error messages are joined into a single line.
         cells = ("" if cell is None else " ".join(str(cell).split()) for cell in row)
         table.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in cells))
     return table

@@ -1,4 +1,4 @@
-"""tune."""
+"""The command `tune`."""
 
 from __future__ import annotations
 
@@ -127,12 +127,12 @@ def _said(change: Change) -> str:
 
 @dataclass(frozen=True)
 class _Advice:
-    """How large the pool should be by the sizing table."""
+    """The recommended pool size from the sizing table."""
 
     database: str
     stream_tables: int | None  # None without a catalog
     max_dynamic_refresh_workers: int
-    at_once: int  # of them for this database
+    at_once: int  # how many of them may work for this database concurrently
     recommended: int
     stream_tables_of_all: int
     recommended_for_all: int

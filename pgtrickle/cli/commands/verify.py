@@ -1,4 +1,4 @@
-"""verify."""
+"""The command `verify`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _print(found: list[Verification]) -> None:
 
 
 def _evidence(database: Database, one: Verification, with_data: bool) -> dict[str, Any]:
-    """What a bug report needs. Constants of users are in the query and in the plan, so these are data, too."""
+    """The contents of a bug report. Query and plan contain users' constants, so they count as data."""
     table = database.stream_table(one.name)
     told = ("start_time", "action", "status", "rows_in", "rows_inserted", "rows_deleted", "phases", "sqlstate")
     history = [{key: entry[key] for key in told} for entry in database.history(one.name)]
