@@ -1,4 +1,4 @@
-"""Fixtures for all tests: a real server per pytest process, a fresh database per test."""
+"""Fixtures for all tests: a real server per pytest process, and a fresh database per test."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    # What a script starts in the background ignores Ctrl-C; so would the commands that tests start and interrupt.
+    # Processes that a script starts in the background ignore SIGINT, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # The longest first, or one worker would be at them when the other has nothing left to do.
+    # Run the longest tests first, so that no worker is still running them when the others have finished.
     items.sort(key=lambda item: "test_oracle" not in item.nodeid)
     for item in items if config.getoption("--pooler") else ():
         if pgbouncer_program() is None:
@@ -54,7 +54,7 @@ def pg_version(pytestconfig: pytest.Config) -> ServerVersion:
 
 @pytest.fixture(scope="session")
 def server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
-    # Not pytest's own temporary directory: a later pytest run would close it to the account that runs the server.
+    # Not pytest's own temporary directory: a later pytest run would make it inaccessible to the server's account.
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-test-"))
     try:
         with EmbeddedServer(base / "data", version=pg_version, settings=SERVER_SETTINGS) as running:
@@ -66,7 +66,7 @@ def server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(scope="session")
 def pooler(server: EmbeddedServer, pytestconfig: pytest.Config) -> Iterator[Pooler | None]:
-    """Between pgtrickle and the server, where the run is to go through one."""
+    """The pooler between pgtrickle and the server with `--pooler`, otherwise None."""
     if not pytestconfig.getoption("--pooler"):
         yield None
         return
@@ -76,7 +76,7 @@ def pooler(server: EmbeddedServer, pytestconfig: pytest.Config) -> Iterator[Pool
 
 @pytest.fixture(scope="module")
 def other_server(pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
-    """A server of another version, to be killed and restored at will."""
+    """A server of another version, which tests may kill and restore."""
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-test-"))
     try:
         version: ServerVersion = 16 if pg_version == 18 else 18

@@ -1,4 +1,4 @@
-"""A Citus cluster: a coordinator and workers, where a build of Citus is installed."""
+"""A Citus cluster of a coordinator and workers, if a build of Citus is installed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATE = "citus_template"
 
 
 def citus_binaries() -> Path | None:
-    """The programs of a PostgreSQL 18 that has Citus: below ~/.pgtrickle/citus, or where PGTRICKLE_CITUS points."""
+    """The programs of a PostgreSQL 18 with Citus, in ~/.pgtrickle/citus or in the directory in PGTRICKLE_CITUS."""
     place = Path(os.environ.get("PGTRICKLE_CITUS", Path.home() / ".pgtrickle" / "citus"))
     for library in sorted(place.glob("**/citus.so")):
         for directory in library.parents:
@@ -43,7 +43,7 @@ def citus_binaries() -> Path | None:
 
 @dataclass
 class Cluster:
-    """The coordinator comes first."""
+    """The servers of a cluster, the coordinator first."""
 
     servers: list[EmbeddedServer]
     name: str = field(default_factory=lambda: f"cluster_{uuid4().hex[:8]}")
@@ -55,25 +55,25 @@ class Cluster:
         return self.servers[node].dsn(self.name)
 
     def prepare(self, node: int) -> None:
-        """The database of one node."""
+        """Create the database of one node."""
         with psycopg.connect(self.servers[node].dsn(), autocommit=True) as conn:
             conn.execute("SET citus.enable_ddl_propagation = off")
             until(partial(_copied, conn, self.name), f"{self.name} is created")
 
     def have_address(self) -> None:
-        """Let workers know the coordinator; a cluster of one node needs none."""
+        """Tell workers the coordinator's address; a cluster of one node does not need it."""
         with psycopg.connect(self.superuser_dsn(), autocommit=True) as conn:
             conn.execute("SELECT citus_set_coordinator_host(%s, %s)", (HOST, self.servers[0].port))
 
     def add(self, node: int) -> None:
-        """Let a worker be part of the cluster."""
+        """Add a worker to the cluster."""
         with psycopg.connect(self.superuser_dsn(), autocommit=True) as conn:
             conn.execute("SELECT citus_add_node(%s, %s)", (HOST, self.servers[node].port))
 
 
 @contextmanager
 def servers(number: int) -> Iterator[list[EmbeddedServer]]:
-    """Servers that can be nodes of clusters."""
+    """Start servers that can be nodes of clusters."""
     binaries = citus_binaries()
     assert binaries is not None
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-citus-"))
@@ -91,7 +91,7 @@ def servers(number: int) -> Iterator[list[EmbeddedServer]]:
 
 
 def _make_template(server: EmbeddedServer) -> None:
-    """A database with Citus and the rights that a service needs, to be copied: CREATE EXTENSION takes most of a second."""
+    """Create a template database with Citus and the rights of a service: CREATE EXTENSION takes most of a second."""
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         conn.execute("SET citus.enable_ddl_propagation = off")
         conn.execute(sql.SQL("CREATE DATABASE {} TEMPLATE template0").format(sql.Identifier(TEMPLATE)))
@@ -104,7 +104,7 @@ def _make_template(server: EmbeddedServer) -> None:
 
 
 def _copied(conn: psycopg.Connection[Any], name: str) -> bool:
-    """Citus connects to the template by itself, now and then, which keeps it from being copied."""
+    """Copy the template; False if that failed because Citus has connected to it, as its background processes do."""
     _is_left(conn)
     create = sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE {}")
     try:
@@ -115,16 +115,16 @@ def _copied(conn: psycopg.Connection[Any], name: str) -> bool:
 
 
 def _is_left(conn: psycopg.Connection[Any]) -> bool:
-    """Nobody may be connected to a database that is copied; Citus is, by itself."""
+    """End the connections that Citus's background processes have to the template; True if there were none."""
     ended = conn.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (TEMPLATE,))
     return not ended.fetchall()
 
 
 @contextmanager
 def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
-    """A fresh database on a coordinator and so many workers, which have the shards; the other servers can be added.
+    """A fresh database on a coordinator and so many workers, which hold the shards; the other servers can be added.
 
-    Without workers it is what Citus makes of a single server: a coordinator that has the shards.
+    Without workers it is a single-node cluster, in which the coordinator holds the shards.
     """
     made = Cluster(nodes)
     for node in range(len(nodes)):
@@ -143,7 +143,7 @@ def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
 
 
 def _dropped(server: EmbeddedServer, database: str) -> bool:
-    """Citus connects to its databases by itself, also while they are dropped."""
+    """Drop the database; False if Citus has connected to it meanwhile, as its background processes do."""
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         try:
             conn.execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(database)))

@@ -1,4 +1,4 @@
-"""A Citus cluster with a distributed, a reference and a local table: what the tests of Citus begin with."""
+"""A Citus cluster with a distributed, a reference and a local table, the starting point of the Citus tests."""
 
 from __future__ import annotations
 
@@ -54,20 +54,20 @@ class Shop:
             self.queries[name] = QUERIES[name]
 
     def define(self, queries: Mapping[str, str]) -> None:
-        """Stream tables of one test only."""
+        """Create stream tables with the test's own queries."""
         self.queries |= queries
         for name, query in queries.items():
             self.db.create_stream_table(name, query, st_placement="local")
 
     def placement(self, name: str) -> tuple[Any, ...] | None:
-        """Of a stream table: as the catalog has it, and as Citus has it."""
+        """The placement of a stream table according to the catalog, and according to Citus."""
         return self.conn.execute(
             "SELECT st_placement, pgtrickle._citus_placement(pgt_relid) FROM pgtrickle.pgt_stream_tables WHERE pgt_name = %s",
             (name,),
         ).fetchone()
 
     def assert_nothing_is_captured(self) -> None:
-        """No trigger and no buffer is left on the coordinator and its two workers."""
+        """Assert that no trigger and no buffer is left on the coordinator and its two workers."""
         for node in range(3):
             with psycopg.connect(self.cluster.superuser_dsn(node), autocommit=True) as conn:
                 conn.execute("SET citus.override_table_visibility = off")
@@ -91,14 +91,14 @@ class Shop:
             worker.execute("INSERT INTO t VALUES (%s, 1, 700)", (90_000 + i,))
 
     def refresh(self) -> dict[str, tuple[str, str | None]]:
-        """Refresh all, compare all, and tell what was done."""
+        """Refresh all stream tables, compare them with their queries, and return action and reason of each."""
         done = self.db.refresh(list(self.queries))
         for name, query in self.queries.items():
             assert_equal_to_query(self.conn, name, query)
         return {name: (result.action, result.reason) for name, result in zip(self.queries, done, strict=True)}
 
     def goes_on(self) -> None:
-        """What follows is a change again, not everything."""
+        """Assert that the next refreshes are differential again."""
         self.change()
         for name, (action, reason) in self.refresh().items():
             assert action in ("DIFFERENTIAL", "NO_DATA"), f"{name}: {reason}"

@@ -1,4 +1,4 @@
-"""Comparisons of values of any two types, in every place of a query that has one."""
+"""Comparisons of values of any two types, in every part of a query that can compare."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.oracle import assert_equal_to_query
 _DATA = tomllib.loads((Path(__file__).parents[1] / "fixtures" / "comparisons.toml").read_text())
 VALUES: dict[str, list[str]] = _DATA["values"]
 PLACES: dict[str, str] = _DATA["places"]
-# Where values of one type are compared with each other.
+# The places where values of a single type are compared with each other.
 ALIKE: dict[str, str] = _DATA["alike"] | {
     name: PLACES[name]
     for name in ("on", "natural_left", "full_using", "in", "not_in", "exists", "union", "group_joined")
@@ -37,7 +37,7 @@ CREATE DOMAIN padded AS character(3);
 
 
 def comparable_pairs(conn: psycopg.Connection[Any]) -> list[tuple[str, str]]:
-    """The pairs of types that PostgreSQL compares by `=`."""
+    """The pairs of types that PostgreSQL can compare with `=`."""
     found = []
     for left, right in product(VALUES, repeat=2):
         try:
@@ -50,13 +50,13 @@ def comparable_pairs(conn: psycopg.Connection[Any]) -> list[tuple[str, str]]:
 
 @dataclass
 class Tried:
-    """What became of the queries of a pair."""
+    """The outcome of the queries for a pair of types."""
 
     modes: dict[str, int] = field(default_factory=dict)
     refused: int = 0
     reasons: set[str] = field(default_factory=set)
     differences: list[str] = field(default_factory=list)
-    places: dict[str, str] = field(default_factory=dict)  # the mode, or WRONG, by stream table: of one pair only
+    places: dict[str, str] = field(default_factory=dict)  # by stream table: the mode, or WRONG; of a single pair only
 
     def __iadd__(self, other: Tried) -> Tried:
         for mode, count in other.modes.items():
@@ -82,8 +82,8 @@ def try_pair(
 ) -> Tried:
     """Compare values of two types in all places, through three rounds of changes.
 
-    With `there`, stream tables read the right table from that database, which `db` knows as OTHER. The home database has
-    a table with the same rows, so that PostgreSQL can say there what the result must be.
+    With `there`, stream tables read the right-hand table from that database, which is registered in `db` as OTHER. The
+    home database has a table with the same rows, so that PostgreSQL can compute the expected result there.
     """
     tried = Tried()
     both = [conn] if there is None else [conn, there]
@@ -160,7 +160,7 @@ def _insert(conn: psycopg.Connection[Any], table: str, value: str | None, number
 
 
 def _is_accepted(conn: psycopg.Connection[Any], query: str) -> bool:
-    """Whether PostgreSQL can run it: not every pair has a common type, not every type can be sorted or hashed."""
+    """Whether PostgreSQL can run the query. Not all pairs have a common type; not all types can be sorted or hashed."""
     try:
         conn.execute(query.encode())
     except psycopg.Error:
@@ -169,7 +169,10 @@ def _is_accepted(conn: psycopg.Connection[Any], query: str) -> bool:
 
 
 def _columns(conn: psycopg.Connection[Any], table: str, names: Sequence[str]) -> list[str]:
-    """Which of the columns the table has, without those of type regclass: a number that names nothing is no text of it."""
+    """Those of the columns that the table has, except ones of type regclass.
+
+    These can contain numbers that are not the OID of a relation, which are not valid text for the type.
+    """
     rows = conn.execute(
         "SELECT attname FROM pg_attribute"
         " WHERE attrelid = %s::regclass AND attname = ANY (%s) AND atttypid <> 'regclass'::regtype",

@@ -1,4 +1,4 @@
-"""The corpus: queries as data files over one small schema, each with the mode AUTO is expected to choose."""
+"""The corpus: queries in data files over one small schema, each with the mode that AUTO should choose."""
 
 import re
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SCHEMA_SQL: str = (CORPUS / "schema.sql").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class CorpusQuery:
-    """One query of the corpus; `operator` is the name of its file."""
+    """A query of the corpus; `operator` is the name of its file."""
 
     name: str
     sql: str
@@ -28,7 +28,7 @@ class CorpusQuery:
 
 
 def load_corpus() -> list[CorpusQuery]:
-    """All queries, in the order of file name and position."""
+    """All queries, ordered by file name and position."""
     queries = [query for path in sorted((CORPUS / "queries").glob("*.sql")) for query in _read_file(path)]
     names = [query.name for query in queries]
     if len(set(names)) != len(names):
@@ -37,14 +37,14 @@ def load_corpus() -> list[CorpusQuery]:
 
 
 def half_of_corpus(placement: str) -> list[CorpusQuery]:
-    """The queries that run with a placement in every test run: one half, and those that must."""
+    """The queries that every test run covers with this placement: one half, and those that require the placement."""
     turn = ("auto", "spark")
     return [query for i, query in enumerate(load_corpus()) if (query.placement or turn[i % 2]) == placement]
 
 
 def _read_file(path: Path) -> list[CorpusQuery]:
     blocks = re.split(r"^(?=-- name: )", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    # What stands before the first header tells readers what the file is about.
+    # Text before the first header describes the file.
     return [_read_block(block, path) for block in blocks if block.startswith("-- name: ")]
 
 

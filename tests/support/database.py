@@ -1,4 +1,4 @@
-"""A database of its own for every test, and the ordinary roles that work in it."""
+"""A separate database for every test, and the ordinary roles that work in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SERVER_SETTINGS = {
 class TestDatabase:
     """A fresh database owned by the ordinary role `app`, dropped with its roles after the test."""
 
-    __test__: ClassVar[bool] = False  # the name is not pytest's business
+    __test__: ClassVar[bool] = False  # pytest must not collect it because of its name
 
     server: EmbeddedServer
     name: str
@@ -41,12 +41,12 @@ class TestDatabase:
 
     @property
     def dsn(self) -> str:
-        """As `app`, the owner; for pgtrickle, which may have to go through a pooler."""
+        """The DSN of the owner `app` for pgtrickle, which goes through a pooler with `--pooler`."""
         return self.dsn_as(APP_ROLE)
 
     @property
     def direct_dsn(self) -> str:
-        """As `app`; for the tests' own connections."""
+        """The DSN of `app` for the tests' own connections, which never go through a pooler."""
         return self.direct_dsn_as(APP_ROLE)
 
     @property
@@ -60,9 +60,9 @@ class TestDatabase:
         return self.server.dsn(self.name, role)
 
     def create_role(self, name: str) -> str:
-        """Create an ordinary login role and return its name, which is `name` with a suffix of this test's own.
+        """Create an ordinary login role and return its name, which is `name` with a suffix that is unique to this test.
 
-        Roles belong to the whole server, so a plain `owner` of one test would meet the `owner` of another.
+        Roles belong to the whole server, so a plain name could collide with the role of another test.
         """
         role = f"{name}_{self.name.rpartition('_')[2]}"
         with psycopg.connect(self.superuser_dsn, autocommit=True) as conn:
@@ -72,18 +72,18 @@ class TestDatabase:
 
 
 def prepare_server(server: EmbeddedServer) -> None:
-    """Create what all tests share: the role `app`."""
+    """Create the role `app`, which all tests share."""
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
         _create_ordinary_role(conn, APP_ROLE)
 
 
 @contextmanager
 def fresh_database(server: EmbeddedServer, hint: str = "test", pooler: Pooler | None = None) -> Iterator[TestDatabase]:
-    """A new database for the duration of the block; `hint` makes its name recognisable in logs."""
+    """Create a database for the duration of the block; `hint` makes its name recognizable in logs."""
     readable = re.sub(r"\W", "_", hint)[:40]
     database = TestDatabase(server, f"{readable}_{uuid4().hex[:8]}", pooler)
     with psycopg.connect(server.dsn(), autocommit=True) as conn:
-        # template0 takes no connections, so nobody can be in the way of the copy.
+        # template0 does not allow connections, so none can prevent the copy.
         conn.execute(
             sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE template0").format(
                 sql.Identifier(database.name), sql.Identifier(APP_ROLE)
@@ -92,7 +92,7 @@ def fresh_database(server: EmbeddedServer, hint: str = "test", pooler: Pooler | 
     try:
         yield database
     finally:
-        if not server.is_running:  # a test that killed it and failed before its restart
+        if not server.is_running:  # a test killed it and failed before restarting it
             server.start()
         _release(database)
         with psycopg.connect(server.dsn(), autocommit=True) as conn:
@@ -102,7 +102,7 @@ def fresh_database(server: EmbeddedServer, hint: str = "test", pooler: Pooler | 
 
 
 def _release(database: TestDatabase) -> None:
-    """Remove what even FORCE does not: prepared transactions and subscriptions that a failed test left."""
+    """Remove prepared transactions and subscriptions that a failed test left: FORCE does not remove them."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
         prepared = conn.execute("SELECT gid FROM pg_prepared_xacts WHERE database = current_database()").fetchall()
         for (gid,) in prepared:

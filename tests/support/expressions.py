@@ -1,4 +1,4 @@
-"""Random expressions over values of known kinds: tests, values, group keys and aggregates."""
+"""Random expressions over values of known kinds: conditions, values, group keys and aggregates."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NUMBERS = {"int": "big", "money": "loose", "big": "loose", "loose": "loose"}
 _FORMS = {
     "int": ("{} + {}", "{} - {}", "coalesce({}, {})", "greatest({}, {})", "{} % 7 + {}", "nullif({}, {})"),
     "big": ("{} + {}", "coalesce({}, {})", "{} % 7 - {}"),
-    # A sum of numeric(10,2) is numeric without digits of its own to PostgreSQL.
+    # To PostgreSQL, a sum of numeric(10,2) is numeric without a precision.
     "money": ("coalesce({}, {})", "nullif({}, {})", "least({}, {})"),
     "text": ("coalesce({}, {})", "{} || '-' || {}", "lower({})", "nullif({}, {})", "left({}, 2)"),
     "bool": ("{} AND {}", "{} OR {}"),
 }
-# Where two or more values of different types are compared.
+# Forms that compare two or more values of different types.
 _MIXED = (
     "{} = {}",
     "{} <> {}",
@@ -38,7 +38,7 @@ _MIXED = (
 
 @dataclass
 class Expressions:
-    """Makes expressions by one source of chance. Only values that are not worn are given to it."""
+    """Generates expressions from one random number generator. Callers pass only values that are not worn."""
 
     rng: random.Random
     world: World
@@ -87,7 +87,7 @@ class Expressions:
         return f"{value.sql} {rng.choice(words)} {other}"
 
     def value(self, scope: list[Value], kind: str) -> Value:
-        """An expression of the kind."""
+        """An expression of this kind."""
         own = [value for value in scope if value.kind == kind]
         if not own:
             literal = self.rng.choice(LITERALS[kind]) if kind in LITERALS and self.chance(0.6) else "NULL"
@@ -99,7 +99,7 @@ class Expressions:
         return Value(f"({text}){'::numeric(10,2)' if kind == 'money' else ''}", kind)
 
     def key(self, scope: list[Value]) -> Value:
-        """What to group by: a column or an expression over one."""
+        """A group key: a column or an expression over one."""
         value = self.rng.choice(scope)
         if self.chance(0.25):
             match value.kind:
@@ -119,7 +119,7 @@ class Expressions:
         return f"count(*) {rng.choice(('>', '>=', '<', '<>'))} {rng.choice(('1', '2', '4'))}"
 
     def aggregate(self, scope: list[Value], kind: str | None) -> Value:
-        """An aggregate that gives the kind, or any."""
+        """An aggregate whose result is of this kind, or of any kind if None."""
         where = f" FILTER (WHERE {self.test(scope)})" if scope and self.chance(0.2) else ""
         found = [make for result, make in self._aggregates(scope, where) if kind in {None, result}]
         if not found:
@@ -128,7 +128,7 @@ class Expressions:
         return self.rng.choice(found)()
 
     def _aggregates(self, scope: list[Value], where: str) -> list[tuple[str, Callable[[], Value]]]:
-        """The kind of each aggregate that the scope allows, and how to make one."""
+        """The aggregates that the scope allows: the kind of the result, and a function that generates one."""
         pick = self.rng.choice
         of: dict[str, list[Value]] = defaultdict(list)
         for value in scope:

@@ -1,8 +1,8 @@
-"""Random queries over the sources of a world: the same ones for the same seed, and one does not depend on another.
+"""Random queries over the sources of a world. The same seed gives the same queries, each independent of the others.
 
-Every query is legal by construction as far as that is easy; PostgreSQL has the last word, and what it refuses, or what
-gives no rows or too many, is thrown away (`admitted`). Values have kinds, so that nothing is generated whose result
-depends on which of several equal values stands for them (1.5 or 1.50), on the order of rows, or on digits of a float sum.
+Queries are valid by construction as far as that is easy. Those that PostgreSQL refuses, and those that return no rows
+or too many, are discarded (`admitted`). Values have kinds, so that no query's result depends on which of several equal
+values represents them (1.5 or 1.50), on the order of rows, or on the digits of a float sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JOINS = ("JOIN", "JOIN", "JOIN", "LEFT JOIN", "LEFT JOIN", "RIGHT JOIN", "FULL 
 
 @dataclass(frozen=True)
 class GeneratedQuery:
-    """One query: its number under the seed, its text, and the columns to compare by value."""
+    """A generated query: its number for the seed, its text, and the columns to compare by value."""
 
     number: int
     sql: str
@@ -36,17 +36,17 @@ class GeneratedQuery:
 @dataclass(frozen=True)
 class _Query:
     sql: str
-    columns: tuple[tuple[str, Value], ...]  # name, and what it is for the query around
+    columns: tuple[tuple[str, Value], ...]  # the name, and the value as an enclosing query sees it
 
     def under(self, alias: str) -> list[Value]:
         return [Value(f"{alias}.{name}", value.kind, value.worn) for name, value in self.columns]
 
 
 def generated(seed: int, first: int = 0, world: World = SHOP) -> Iterator[GeneratedQuery]:
-    """Query after query, without end."""
+    """Yield queries endlessly."""
     for number in count(first):
         rng = random.Random(f"{seed}:{number}")
-        # Of types and collations most is learnt from small queries, and these are planned in a fraction of the time.
+        # Small queries test types and collations well enough, and take a fraction of the time to plan.
         depth = rng.choice((0, 0, 1, 1, 2)) if world.is_mixed else 2
         query = _Generator(rng, world).query(depth)
         # The oracle compares floats with a tolerance.
@@ -55,7 +55,7 @@ def generated(seed: int, first: int = 0, world: World = SHOP) -> Iterator[Genera
 
 
 def admitted(conn: psycopg.Connection[Any], query: GeneratedQuery) -> bool:
-    """Whether PostgreSQL accepts the query, and answers it with some but not too many rows."""
+    """Whether PostgreSQL accepts the query, and it returns at least one row but not too many."""
     try:
         with conn.transaction():
             conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(_TIMEOUT)))
@@ -81,7 +81,7 @@ class _Generator:
         return f"{prefix}{next(self._names)}"
 
     def query(self, depth: int, wanted: Sequence[str] | None = None) -> _Query:
-        """A query of at most this nesting; `wanted` are the kinds of its columns, in order."""
+        """A query of at most this nesting depth; `wanted` are the kinds of its columns, in order."""
         if depth == 2 and wanted is None and self.chance(0.15):
             return self.with_()
         if depth and self.chance(0.12):
@@ -116,7 +116,7 @@ class _Generator:
         return _Query(f"{first.sql} {word} {second.sql}", tuple(columns))
 
     def another(self, kind: str) -> str:
-        """A kind that a UNION can make one column of together with this one."""
+        """A kind that a UNION can combine with this one in a column."""
         if not self.world.is_mixed or kind not in FAMILIES or self.chance(0.5):
             return kind
         return self.rng.choice([other for other in TYPES if FAMILIES.get(other) == FAMILIES[kind]])
@@ -132,7 +132,7 @@ class _Generator:
         return _Query(f"SELECT {'DISTINCT ' if distinct else ''}{items} FROM {text}", tuple(worn))
 
     def shown(self, scope: list[Value], depth: int, kind: str | None) -> Value:
-        """What a column of the output shows: mostly a column, sometimes an expression or a test."""
+        """The value of an output column: mostly a column, sometimes an expression or a condition."""
         if kind is None and scope and self.chance(0.6):
             return self.rng.choice(scope)
         usable = fresh(scope)
@@ -175,7 +175,7 @@ class _Generator:
         return text, scope
 
     def shared_names(self, left: list[Value], right: list[Value]) -> list[tuple[str, str]]:
-        """Columns that USING can name, with the kind of the column that it makes of them."""
+        """The columns that USING can name, with the kind of the merged column."""
         if not self.world.is_mixed:
             return []
         names = [value.column for value in left]
@@ -198,7 +198,7 @@ class _Generator:
         return f"{self.world.schema}.{table} AS {alias}", [Value(f"{alias}.{name}", kind) for name, kind in columns]
 
     def meeting(self, left: list[Value], right: list[Value], *, full: bool) -> str:
-        """A condition between two inputs, mostly one that finds partners."""
+        """A condition between two inputs, in most cases one for which rows have partners."""
         found = self.world.pairs(left, right)
         if not found:
             return "true"
@@ -224,7 +224,7 @@ class _Generator:
         return self.make.test(usable)
 
     def subquery(self, scope: list[Value], depth: int) -> str:
-        """EXISTS or IN, tied to the query around or not, perhaps over a query of its own."""
+        """EXISTS or IN, correlated or not, over a source or a nested query."""
         text, inner = self.from_(depth - 1) if self.chance(0.35) else self.source(depth - 1)
         found = self.world.pairs(scope, inner)
         negated = self.rng.choice(("", "NOT "))

@@ -1,4 +1,4 @@
-"""A hub whose tables stream tables of several other databases read: what a refresh broker is for."""
+"""A hub database whose tables are read by stream tables in several other databases: the use case of a broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCANS = (
 
 @dataclass
 class Hub:
-    """The hub, its homes, and a connection to each."""
+    """The hub, the home databases that read it, and a connection to each."""
 
     hub: TestDatabase
     homes: list[TestDatabase]
@@ -41,7 +41,7 @@ class Hub:
     home_conns: list[Connection]
 
     def change(self, number: int) -> None:
-        """Something for every stream table."""
+        """Make changes that affect every stream table."""
         with self.conn.transaction():
             self.conn.execute(
                 "INSERT INTO items SELECT 1000 * %s + i, i %% 5, i * 1.5, 'n' || i FROM generate_series(1, 20) AS i",
@@ -51,14 +51,14 @@ class Hub:
             self.conn.execute("DELETE FROM items WHERE id %% 11 = %s %% 11", (number,))
 
     def scans(self) -> int:
-        """Of change buffers, as the server has counted them by now."""
+        """The number of scans of change buffers in the server's statistics so far."""
         with psycopg.connect(self.hub.superuser_dsn, autocommit=True) as conn:
             row = conn.execute(SCANS).fetchone()
         assert row is not None
         return int(row[0])
 
     def await_exact(self) -> None:
-        """Wait until every stream table is what the hub's table says, and see that it is."""
+        """Wait until every stream table equals its query over the hub's table, and assert it."""
         for conn in self.home_conns:
             self._load(conn)
             for name in QUERIES:
@@ -91,7 +91,7 @@ def _same(conn: Connection, name: str) -> bool:
 
 @contextmanager
 def hub_with(server: EmbeddedServer, homes: int) -> Iterator[Hub]:
-    """A hub, and so many databases with stream tables over it, which use the broker."""
+    """A hub and so many home databases, whose stream tables read it with the broker enabled."""
     with ExitStack() as stack:
         hub = stack.enter_context(fresh_database(server, "hub"))
         made = [stack.enter_context(fresh_database(server, f"home{i}")) for i in range(homes)]

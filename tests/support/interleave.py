@@ -1,4 +1,4 @@
-"""Two commands at the same time, one of them held at a chosen moment until the other has ended or waits for it."""
+"""Run two commands concurrently, the first held at a chosen point until the second has ended or waits for a lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pgtrickle
 from tests.support.database import TestDatabase
 
 Command = Callable[[pgtrickle.Database], None]
-SECONDS = 90.0  # after which a command is taken for one that never ends
+SECONDS = 90.0  # after which a command is considered to hang
 
 
 class HangsError(Exception):
@@ -22,7 +22,7 @@ class HangsError(Exception):
 
 @dataclass
 class Moment:
-    """Where the first command is held: at a step of a refresh, or before its commit."""
+    """The point at which the first command is held: a step of a refresh, or just before its commit."""
 
     step: str | None
     reached: threading.Event = field(default_factory=threading.Event)
@@ -39,7 +39,10 @@ class Moment:
 
 
 def run_both(database: TestDatabase, first: Command, second: Command, step: str | None) -> list[Exception]:
-    """Run both; gives the errors they met. With a step the first is a refresh, else it is held before it commits."""
+    """Run both commands and return their errors.
+
+    With a step, the first command is a refresh, which is held there. Otherwise it is held before it commits.
+    """
     moment = Moment(step)
     errors: list[Exception] = []
     pids: list[int] = []
@@ -84,7 +87,7 @@ def run_both(database: TestDatabase, first: Command, second: Command, step: str 
 
 
 def _await_end_or_wait(database: TestDatabase, pids: list[int], done: threading.Event) -> None:
-    """Until the second command has ended, or waits for a lock."""
+    """Wait until the second command has ended or waits for a lock."""
     deadline = time.monotonic() + SECONDS
     with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
         while time.monotonic() < deadline:

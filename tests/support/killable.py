@@ -1,4 +1,4 @@
-"""A refresh in a process of its own that stops at a named step, so that it can be killed there or left behind."""
+"""A refresh in a separate process that stops at a named step, so that it can be killed there or left waiting."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typing import Self
 import psutil
 
 REPOSITORY = Path(__file__).parents[2]
-# Spark's start alone takes half a minute where many share two cores.
+# Starting Spark alone takes half a minute if many processes share two cores.
 _TIMEOUT = 180.0
 
-# Not a step of the refresh but a moment within one: Spark works on its job.
+# Not a step of the refresh but a moment within a step: Spark is running its job.
 RUNNING_JOB = "running job"
 
 _PROGRAM = """
@@ -44,7 +44,7 @@ with pgtrickle.connect(dsn, on_step=stop) as db:
 
 
 def freeze_running_job(steps: list[str]) -> None:
-    """In the child: as soon as Spark has a task of a job at work, freeze its JVM and say so; then answer questions."""
+    """In the child: freeze the JVM as soon as Spark is running a task, and report it; then answer queries."""
     threading.Thread(target=_freeze, args=(steps,), daemon=True).start()
 
 
@@ -59,10 +59,10 @@ def _freeze(steps: list[str]) -> None:
         return sum(stage.numActiveTasks for stage in stages)
 
     while not (tasks := active_tasks()):
-        continue  # each question is a round trip to the JVM
+        continue  # no sleep: each query is a round trip to the JVM
     (jvm,) = (child for child in psutil.Process().children() if child.name() == "java")
     jvm.suspend()
-    os.waitid(os.P_PID, jvm.pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads stands still
+    os.waitid(os.P_PID, jvm.pid, os.WSTOPPED | os.WNOWAIT)  # until the last of its threads has stopped
     print(f"reached {RUNNING_JOB}", flush=True)
     for _ in sys.stdin:
         print(tasks, jvm.pid, steps[-1], flush=True)
@@ -70,15 +70,15 @@ def _freeze(steps: list[str]) -> None:
 
 @dataclass(frozen=True)
 class FrozenJob:
-    """What a child says of the Spark job it stands in."""
+    """The child's report on the Spark job in which it is frozen."""
 
     active_tasks: int  # when the JVM was frozen
     jvm: int
-    step: str  # the last one that the refresh reached
+    step: str  # the last step that the refresh reached
 
 
 class StoppedRefresh:
-    """A child process whose refresh waits at a step until it is let go or killed."""
+    """A child process whose refresh waits at a step until it is released or killed."""
 
     def __init__(self, dsn: str, step: str, names: list[str]) -> None:
         self.step = step
@@ -89,7 +89,7 @@ class StoppedRefresh:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # its JVM is in the same group, and dies with it
+            start_new_session=True,  # its JVM is in the same process group and dies with it
             env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         )
 
@@ -102,7 +102,7 @@ class StoppedRefresh:
         self.kill()
 
     def await_step(self) -> None:
-        """Return when the child stands at its step; an error of the child is the caller's."""
+        """Wait until the child has reached its step; raise an AssertionError with its output if it ended before."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if line.strip() != f"reached {self.step}":
@@ -110,7 +110,7 @@ class StoppedRefresh:
             raise AssertionError(f"the child ended before step {self.step}:\n{line}{output}\n{errors}")
 
     def frozen_job(self) -> FrozenJob:
-        """Ask a child that stands in a running job where it is now."""
+        """Query a child that is frozen in a running job."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -118,12 +118,12 @@ class StoppedRefresh:
         return FrozenJob(int(tasks), int(jvm), step)
 
     def let_go(self) -> tuple[int, str, str]:
-        """Let the child finish; gives its exit code, output and errors."""
+        """Let the child finish; return its exit code, output and errors."""
         output, errors = self._process.communicate("\n", timeout=_TIMEOUT)
         return self._process.returncode, output, errors
 
     def kill(self) -> None:
-        """SIGKILL for the child and its JVM; nothing of it can clean up."""
+        """Kill the child and its JVM with SIGKILL, so that they cannot clean up."""
         if self._process.poll() is None:
             family = psutil.Process(self._process.pid).children(recursive=True)
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class StoppedRefresh:
 
 
 def is_dead(process: psutil.Process) -> bool:
-    """Gone, or waiting to be reaped by whoever adopted it."""
+    """Whether the process is gone or a zombie that its new parent has not reaped yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -151,7 +151,7 @@ def _await_death(processes: list[psutil.Process]) -> None:
 
 @contextmanager
 def stopped_at(dsn: str, step: str, *names: str) -> Iterator[StoppedRefresh]:
-    """A refresh of the named stream tables in another process, standing at the step."""
+    """A refresh of the named stream tables in another process, which has reached the step and waits there."""
     with StoppedRefresh(dsn, step, list(names)) as child:
         child.await_step()
         yield child

@@ -1,4 +1,4 @@
-"""A world whose tables have the same columns in different types and collations, and changes to it in rounds."""
+"""A world whose tables have the same columns with different types and collations, and rounds of changes to it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEETS = (("id", "n", "q"), ("k", "w"), ("f", "q", "n"), ("at", "at"))
 _WORDS = ("a", "b", "A", "ab", "B", "", "Ab", "\u00e9", "\u00c9", None)
 _WHOLE = ("0", "1", "2", "3", None)
 _NUMERIC = ("1", "1.0", "2.50", "2.5", "0.1", "3", "NaN", None)
-# No negative values: a float sum that cancels to nearly nothing has no relative precision to compare.
+# No negative values: a float sum that cancels to nearly zero cannot be compared with a relative tolerance.
 _FLOAT = ("1", "2", "2.5", "0.1", "-0", "0", "3", "NaN", None)
 _DAYS = ("2026-01-01", "2026-01-02", "infinity", None)
 _VALUES: dict[str, Sequence[str | None]] = {
@@ -46,7 +46,7 @@ _EMPTIED = "a"
 
 
 def mixed_world(conn: psycopg.Connection[Any]) -> World:
-    """Create the tables; without ICU, two columns that would ignore case are ordinary text."""
+    """Create the tables. Without ICU, the two case-insensitive columns are ordinary text."""
     conn.execute("CREATE SCHEMA mix")
     collation = sql.SQL("")
     try:
@@ -73,7 +73,7 @@ def mixed_world(conn: psycopg.Connection[Any]) -> World:
 
 
 class MixedWorkload:
-    """Changes to the tables; a round depends on the seed, its number and the data, nothing else."""
+    """Changes to the tables. A round depends only on the seed, its number and the data."""
 
     def __init__(self, seed: int, world: World) -> None:
         self.seed = seed

@@ -1,4 +1,4 @@
-"""The oracle: a stream table must hold exactly the rows that PostgreSQL gives for its query."""
+"""The oracle: a stream table must contain exactly the rows that PostgreSQL returns for its query."""
 
 import math
 from collections import Counter, defaultdict
@@ -14,7 +14,7 @@ from psycopg.pq import TransactionStatus
 Row = tuple[str | None, ...]
 
 _FLOAT_OIDS = frozenset({700, 701})
-# PostgreSQL itself gives different last digits for one float sum, depending on the order of the rows.
+# In PostgreSQL too, the last digits of a float sum depend on the order of the rows.
 _FLOAT_TOLERANCE = 1e-9
 _SHOWN = 10
 
@@ -27,17 +27,17 @@ class _Result:
 
 
 def fetch_multiset(conn: psycopg.Connection[Any], query: str) -> Counter[Row]:
-    """The rows of a query with their multiplicities, every value as PostgreSQL prints it."""
+    """The rows of a query with their multiplicities; values are text as PostgreSQL prints it."""
     return _fetch(conn, _trusted(query)).rows
 
 
 def assert_equal_to_query(
     conn: psycopg.Connection[Any], stream_table: str, query: str, by_value: Collection[str] = ()
 ) -> None:
-    """Fail unless the stream table's user columns and the query hold the same multiset of rows in one snapshot.
+    """Assert that the stream table's user columns and the query have the same multiset of rows in one snapshot.
 
-    Values are compared by their text; columns in `by_value` by PostgreSQL's `=`; floats with a relative tolerance.
-    On a connection that is in a REPEATABLE READ transaction the snapshot of that transaction is used.
+    Values are compared as text, columns in `by_value` with PostgreSQL's `=`, and floats with a relative tolerance. If
+    the connection is in a REPEATABLE READ transaction, the snapshot of that transaction is used.
     """
     defining = sql.SQL("SELECT * FROM (\n{}\n) AS defining").format(_trusted(query.strip().rstrip(";")))
     with _one_snapshot(conn):
@@ -80,7 +80,7 @@ def _one_snapshot(conn: psycopg.Connection[Any]) -> Iterator[None]:
 
 
 def _trusted(query: str) -> sql.SQL:
-    # psycopg's SQL is meant for literals; the text of a test's own query is as good.
+    # psycopg's SQL class is meant for literals; the text of a test's own query is as trustworthy.
     return sql.SQL(query)
 
 
@@ -130,9 +130,9 @@ def _assert_same_columns(stream_table: str, query: str, actual: _Result, expecte
 def _equal_values(
     conn: psycopg.Connection[Any], stream_table: str, column: str, type_oid: int, texts: set[str | None]
 ) -> dict[str | None, str | None]:
-    """For every text the first one that PostgreSQL's `=` takes for the same value, by the column's collation.
+    """Map every text to the first of those that are equal by PostgreSQL's `=` under the column's collation.
 
-    From the texts that were fetched: running the query again may give another text for the same group.
+    It works on the fetched texts, because running the query again may give another text for the same group.
     """
     type_name = _fetch(conn, sql.SQL("SELECT format_type({}, NULL)").format(sql.Literal(type_oid))).rows
     ((name,),) = type_name
@@ -161,7 +161,7 @@ def _canonical(rows: Counter[Row], classes: dict[int, dict[str | None, str | Non
 
 
 def _drop_close_rows(missing: Counter[Row], unexpected: Counter[Row], floats: Sequence[int]) -> None:
-    """Take away pairs of rows that differ only in floats, and there by no more than the tolerance."""
+    """Remove pairs of rows that differ only in floats and only within the tolerance."""
     if not floats:
         return
     candidates: dict[Row, list[Row]] = defaultdict(list)

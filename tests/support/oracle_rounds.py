@@ -1,4 +1,4 @@
-"""The corpus under the workload: every stream table equals its query after every round."""
+"""Run the workload over the corpus, and compare every stream table with its query after every round."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.support.shared_texts import shared_from
 from tests.support.workload import ROUNDS, Workload
 
 ALL_ROUNDS = range(1, ROUNDS + 1)
-# Those in which something special happens, and one in which nothing does.
+# The rounds with special changes, and an ordinary one.
 SOME_ROUNDS = (1, 4, 5, 6)
-# In which every stream table's text is written as one that others share: dearer, and to be as right.
+# The rounds in which every stream table uses a shared text on Spark: more expensive, but it must be just as correct.
 SHARED_ROUNDS = (6,)
 
 
 def create_corpus(db: Database, conn: psycopg.Connection, queries: list[CorpusQuery], placement: str) -> None:
-    """Install, load the sources and create a stream table for every query."""
+    """Install the catalog and create a stream table for every query."""
     db.install()
     conn.execute("CREATE SCHEMA st")
     for query in queries:
@@ -42,7 +42,7 @@ def run_rounds(
     rounds: Collection[int] = ALL_ROUNDS,
     shared: Collection[int] = (),
 ) -> list[str]:
-    """These rounds of the workload; gives back every statement that was sent to the sources."""
+    """Run these rounds of the workload; return all statements that were sent to the sources."""
     print(f"seed {seed}, placement {placement}, {len(queries)} queries")
     statements: list[str] = []
     with psycopg.connect(database.direct_dsn, autocommit=True) as conn, pgtrickle.connect(database.dsn) as db:

@@ -1,4 +1,4 @@
-"""A real PgBouncer in transaction mode between pgtrickle and a test's server, with two server connections per database."""
+"""A real PgBouncer in transaction mode in front of a test server, with two server connections per database."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Pooler:
         return f"postgresql://{user}@{HOST}:{self.port}/{dbname}"
 
     def admin(self, command: str) -> list[tuple[object, ...]]:
-        """What its console says to a command, such as SHOW POOLS."""
-        # The console knows the simple protocol only.
+        """The result of a command on the admin console, such as SHOW POOLS."""
+        # The console supports the simple protocol only.
         with psycopg.connect(self.dsn("pgbouncer"), autocommit=True, prepare_threshold=None) as conn:
             cursor = psycopg.ClientCursor(conn)
             cursor.execute(command.encode())
@@ -40,13 +40,13 @@ class Pooler:
 
 
 def pgbouncer_program() -> str | None:
-    """Where PgBouncer is, if it is installed."""
+    """The path of PgBouncer, or None if it is not installed."""
     return shutil.which("pgbouncer", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 
 
 @contextmanager
 def pooler_before(server: EmbeddedServer) -> Iterator[Pooler]:
-    """PgBouncer in transaction mode for all databases and roles of a server."""
+    """Run PgBouncer in transaction mode for all databases and roles of a server."""
     program = pgbouncer_program()
     assert program is not None, "PgBouncer is not installed (on Debian: apt-get install pgbouncer)"
     account = server_account()

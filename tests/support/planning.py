@@ -1,4 +1,4 @@
-"""Plans without a server: relations and types written down, as PostgreSQL would answer."""
+"""Plans without a server: relations and types are given in code instead of being read from PostgreSQL."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RELATIONS = [
 
 
 class WrittenTypes:
-    """Columns have their own types, aggregates, constants and sums those of PostgreSQL; anything else is text."""
+    """A `Typing` that knows columns, and PostgreSQL's types of aggregates, constants and sums; the rest is text."""
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
         known = {column.id: column.type for column in columns}
@@ -62,6 +62,6 @@ class WrittenTypes:
 
 
 def plan_query(text: str, tables: Sequence[Relation] = RELATIONS) -> Program:
-    """The program of a query over the relations above, or over others."""
+    """The program of a query over RELATIONS, or over other relations."""
     relations = {(relation.schema, relation.name): relation for relation in tables}
     return build_program(text, Binder(relations, WrittenTypes(), frozenset({"string_agg"})))

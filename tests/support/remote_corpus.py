@@ -1,6 +1,6 @@
-"""The corpus over two databases: both hold all tables with the same rows, and a query takes some from the other one.
+"""The corpus over two databases: both have all tables with the same rows, and queries read some from the other one.
 
-So the query as it was written, run in the stream table's own database, says what its result must be.
+So the original query, run in the stream table's own database, gives the expected result.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ REMOTE_TABLES = ("customers", "items", "events")
 
 
 def over_two_databases(query: str) -> str:
-    """The query with some of its tables taken from the other database."""
+    """The query, changed to read some of its tables from the other database."""
     return re.sub(rf"\bshop\.({'|'.join(REMOTE_TABLES)})\b", rf"{OTHER}.shop.\1", query)
 
 
 def run_remote_corpus(
     home: TestDatabase, other: TestDatabase, queries: list[CorpusQuery], seed: int, rounds: int
 ) -> tuple[list[str], dict[str, str]]:
-    """All rounds; gives back the names of those that were refreshed, and of those that are refused with the reason."""
+    """Run all rounds; return the names of the queries that were refreshed, and those that are refused with reasons."""
     print(f"seed {seed}, {len(queries)} queries")
     with (
         psycopg.connect(home.direct_dsn, autocommit=True) as conn,

@@ -1,4 +1,4 @@
-"""A shop in three databases: orders, customers, and items on a server of another version."""
+"""A shop in three databases: orders and customers, and items on a server of another version."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ READERS: dict[str, str] = {name: case["reads"] for name, case in _CASES.items() 
 
 
 def change(conn: Connection, name: str, chance: random.Random) -> None:
-    """A few statements on the table of one database; rows that an open transaction holds are left alone."""
+    """Run a few statements on the table of one database; those that meet a lock are skipped."""
     for statement in CHANGES[name]:
         if chance.random() < 0.6:
             with suppress(psycopg.errors.LockNotAvailable), conn.transaction():
@@ -71,7 +71,7 @@ def change(conn: Connection, name: str, chance: random.Random) -> None:
 
 @dataclass
 class RemoteShop:
-    """The databases, a connection to each, and one more database that can hold the tables of all."""
+    """The databases, a connection to each, and another database for copies of all tables."""
 
     databases: dict[str, TestDatabase]
     oracle: TestDatabase
@@ -91,7 +91,7 @@ class RemoteShop:
             conn.close()
 
     def load_oracle(self) -> None:
-        """What is committed in all databases, in one."""
+        """Copy what is committed in all databases into one."""
         to = self.conns["oracle"]
         for name, (table, columns) in TABLES.items():
             to.execute(f"DROP TABLE IF EXISTS {table} CASCADE; CREATE TABLE {table} ({columns})".encode())
@@ -106,7 +106,7 @@ class RemoteShop:
                     writer.write(data)
 
     def assert_exact(self, *names: str) -> None:
-        """These stream tables hold what their queries give over the tables as they were loaded last."""
+        """Assert that these stream tables equal their queries over the tables that were loaded last."""
         for name in names:
             self._assert_exact(name)
 
@@ -127,7 +127,7 @@ class RemoteShop:
 
 
 def in_one(name: str) -> str:
-    """A stream table's query over tables that are all in one database."""
+    """The query of a stream table, changed to read tables that are all in one database."""
     query = QUERIES[name]
     if name in READERS:
         query = query.replace(f"FROM {READERS[name]} ", f"FROM ({QUERIES[READERS[name]]}) ")
@@ -136,7 +136,7 @@ def in_one(name: str) -> str:
 
 @contextmanager
 def open_remote_shop(server: EmbeddedServer, other_server: EmbeddedServer) -> Iterator[RemoteShop]:
-    """All of it, filled; crm and stock are registered at home."""
+    """Create and fill all databases; crm and stock are registered at home."""
     with (
         fresh_database(server, "home") as home,
         fresh_database(server, "crm") as crm,

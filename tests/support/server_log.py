@@ -1,4 +1,4 @@
-"""What the server's log says was sent to it, and on whose behalf."""
+"""The statements in the server's log, with the application that sent them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psycopg import sql
 
 from tests.support.database import TestDatabase
 
-# As `SERVER_SETTINGS` has it: time, process, database and application_name at the moment of the statement.
+# The log_line_prefix in `SERVER_SETTINGS`: time, process, database and application_name at the time of the statement.
 _ENTRY = re.compile(
     r"^\d{4}-\d\d-\d\d [^[]*\[\d+\] (?:(?P<database>[^|]*)\|(?P<application>[^|]*)\| )?(?P<level>[A-Z]+):  "
 )
@@ -19,7 +19,7 @@ _STATEMENT = re.compile(r"(?P<how>statement|execute [^:]*): (?P<text>.*)", re.DO
 
 
 class ServerLog:
-    """The statements that one database received since the recording began."""
+    """The statements that a database has received since the recording began."""
 
     def __init__(self, database: TestDatabase, start: int) -> None:
         self._database = database
@@ -31,7 +31,10 @@ class ServerLog:
             yield application, text
 
     def sent(self) -> Iterator[tuple[str, str, str]]:
-        """The same with how it was sent: `statement`, `execute <unnamed>`, or `execute` and a prepared statement's name."""
+        """The same, including how each was sent.
+
+        That is `statement`, `execute <unnamed>`, or `execute` and the name of a prepared statement.
+        """
         with self._database.server.log_path.open("rb") as log:
             log.seek(self._start)
             text = log.read().decode()
@@ -45,7 +48,7 @@ class ServerLog:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """The log's entries; the further lines of one begin with a tab."""
+    """The entries of the log; continuation lines begin with a tab."""
     lines: list[str] = []
     for line in text.split("\n"):
         if line.startswith("\t"):
@@ -59,7 +62,7 @@ def _entries(text: str) -> Iterator[str]:
 
 @contextmanager
 def recorded(database: TestDatabase) -> Iterator[ServerLog]:
-    """Have the server log what sessions of this database send, for those that connect within the block."""
+    """Log all statements of sessions that connect to this database within the block."""
     name = sql.Identifier(database.name)
     with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
         conn.execute(sql.SQL("ALTER DATABASE {} SET log_statement = 'all'").format(name))

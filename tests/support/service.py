@@ -17,7 +17,7 @@ TIMEOUT = 120.0
 
 @contextmanager
 def running_service(dsn: str, *databases: str, lease_seconds: float = 30.0) -> Iterator[Service]:
-    """A service for these databases of a server, from when all their schedulers run; it drains at the end."""
+    """A service for these databases of a server, entered once all of them are known to it; it is drained at the end."""
     server = ServerConfig("test", dsn, databases)
     config = ServiceConfig(
         (server,), lease_seconds=lease_seconds, list_seconds=0.2, replica_seconds=0.5, trusted_owners=(APP_ROLE,)
@@ -32,7 +32,7 @@ def running_service(dsn: str, *databases: str, lease_seconds: float = 30.0) -> I
 
 
 def until(condition: Callable[[], object], what: str = "the condition") -> None:
-    """Wait for a condition; it looks at something that another thread or process brings about."""
+    """Wait for a condition that another thread or process brings about."""
     deadline = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come about within {TIMEOUT:g} s"
@@ -40,7 +40,7 @@ def until(condition: Callable[[], object], what: str = "the condition") -> None:
 
 
 def serving(conn: psycopg.Connection) -> None:
-    """Wait until a service has made itself known in this database: its scheduler does that after it has started."""
+    """Wait until a service is registered in this database, which its scheduler does after it has started."""
     known = "SELECT count(*) FROM pgtrickle.pgt_services WHERE kind = 'service'"
     until(lambda: conn.execute(known).fetchone() != (0,), "a service is known")
 

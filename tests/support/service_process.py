@@ -1,4 +1,4 @@
-"""The service in a process of its own: it can be killed, frozen, and stopped at a step of a refresh."""
+"""The service in a separate process, which can be killed, frozen, and stopped at a step of a refresh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.database import APP_ROLE
 from tests.support.killable import REPOSITORY, is_dead
 from tests.support.service import until
 
-# The real command. With a step, its first refresh that comes there says so and waits for a line.
+# The real command. With a step, the first refresh that reaches it reports so and waits for a line of input.
 _PROGRAM = """
 import sys
 import threading
@@ -45,9 +45,9 @@ main(sys.argv[1:])
 
 
 class ServiceProcess:
-    """`pgtrickle run` as a child process with its own process group, its JVM included.
+    """`pgtrickle run` as a child process in its own process group, which includes its JVM.
 
-    Its files (configuration, log) are in the directory. What it counts is read from its /metrics.
+    Its files (configuration, log) are in `directory`. Its counters are read from /metrics.
     """
 
     def __init__(self, directory: Path, *servers: ServerConfig, step: str = "", lease_seconds: float = 3.0) -> None:
@@ -82,19 +82,20 @@ class ServiceProcess:
             error.add_note(f"{self.log_path.name}:\n{self.log_path.read_text(errors='replace')}")
         self.kill()
 
-    # -- what happens to it ----------------------------------------------------------------------------------------------
+    # -- control
+    # ---------------------------------------------------------------------------------------------------------
 
     def await_step(self) -> None:
-        """Return when a refresh of the child stands at its step."""
+        """Wait until a refresh of the child has reached its step."""
         line = self._pipe(self._process.stdout).readline()
         assert line.strip() == f"reached {self.step}", self.log_path.read_text(errors="replace")
 
     def let_go(self) -> None:
-        """Let the refresh that stands at the step go on."""
+        """Let the refresh that waits at the step continue."""
         print(file=self._pipe(self._process.stdin), flush=True)
 
     def freeze(self) -> None:
-        """SIGSTOP: nothing of it runs, but its connections stay open."""
+        """Stop all its processes with SIGSTOP; its connections stay open."""
         os.killpg(self._process.pid, signal.SIGSTOP)
         processes = [psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True)]
         until(lambda: all(is_dead(process) or process.status() == psutil.STATUS_STOPPED for process in processes))
@@ -103,7 +104,7 @@ class ServiceProcess:
         os.killpg(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL for the child and its JVM; nothing of it can clean up."""
+        """Kill the child and its JVM with SIGKILL, so that they cannot clean up."""
         if self._process.poll() is None:
             family = psutil.Process(self._process.pid).children(recursive=True)
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -117,14 +118,15 @@ class ServiceProcess:
         assert stream is not None
         return stream
 
-    # -- what it tells ---------------------------------------------------------------------------------------------------
+    # -- state
+    # -----------------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def service_id(self, conn: psycopg.Connection[Any]) -> UUID:
-        """Its name in a database, as soon as it is known there."""
+        """The service's id in a database; waits until it is registered there."""
         query = "SELECT service_id FROM pgtrickle.pgt_services WHERE pid = %s AND kind = 'service'"
         found: list[tuple[UUID]] = []
 
@@ -137,7 +139,7 @@ class ServiceProcess:
         return found[0][0]
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """The values of one metric with their labels; none while it cannot be asked."""
+        """The values of a metric with their labels; empty while the service cannot be reached."""
         try:
             with urlopen(f"http://{self._address}/metrics", timeout=10) as answer:
                 text = answer.read().decode()
@@ -151,11 +153,11 @@ class ServiceProcess:
         ]
 
     def total(self, name: str) -> float:
-        """One metric over all servers and databases."""
+        """The sum of a metric over all servers and databases."""
         return sum(value for _, value in self.samples(name))
 
     def log(self) -> list[dict[str, str]]:
-        """The events that it has logged."""
+        """The entries of its log."""
         lines = self.log_path.read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -164,7 +166,7 @@ class ServiceProcess:
 
 
 def _toml(service: Mapping[str, float | str | list[str]], servers: Sequence[ServerConfig]) -> str:
-    """A configuration file; JSON's strings, numbers and lists are TOML's too."""
+    """The text of a configuration file. Strings, numbers and lists are the same in JSON and TOML."""
     lines = ["[service]", *(f"{name} = {json.dumps(value)}" for name, value in service.items())]
     for server in servers:
         lines += [f"[servers.{server.name}]", f"dsn = {json.dumps(server.dsn)}"]

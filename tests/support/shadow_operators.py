@@ -1,4 +1,4 @@
-"""A schema of operators and functions that go by the names of PostgreSQL's own and tell who called them."""
+"""A schema with operators and functions that have the names of PostgreSQL's own and record who called them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from psycopg import sql
 
 SHADOW_SCHEMA = "trap"
 
-# Left and right type, and what comes out.
+# Left type, right type, and the result.
 _COMPARED = [(left, right, "true") for left in ("text", "bigint", "int", "oid") for right in ("text", "bigint", "int")]
 _COUNTED = [("bigint", "int", "1"), ("bigint", "bigint", "1"), ("int", "int", "1")]
 _OPERATORS = {"=": _COMPARED, "<>": _COMPARED, "<=": _COMPARED, "%": _COUNTED}
@@ -46,5 +46,5 @@ def _function(conn: psycopg.Connection[Any], name: str, arguments: str, result: 
 
 
 def shadow_calls(conn: psycopg.Connection[Any], but: str) -> list[tuple[Any, ...]]:
-    """What was called by others than this role, under which name."""
+    """The calls by roles other than this one: role and name of the operator or function."""
     return conn.execute("SELECT by_role, what FROM trap.called WHERE by_role <> %s", (but,)).fetchall()

@@ -1,4 +1,4 @@
-"""Which corpus queries are nothing but inner joins, or add up over them: told from their text, not from our planner."""
+"""Classify corpus queries as inner joins or sums over them, by their text and independently of pgtrickle's planner."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from sqlglot import exp
 from pgtrickle.query.dialect import parse
 
 _TABLES = frozenset({"customers", "orders", "items", "regions", "products", "events"})
-# Integers and numeric(p,s); factor and reading are numeric without digits of their own, weight and ratio are floats.
+# Integers and numeric(p,s). Not in it: factor and reading are numeric without precision, weight and ratio are floats.
 _EXACT = frozenset({"id", "customer_id", "order_id", "manager_id", "slot", "qty", "amount", "price", "credit", "tax"})
 
 
 def shape_of(text: str) -> Literal["join", "sum", "join and sum"] | None:
-    """`join`: inner joins of tables. `sum`: count, sum and avg over exact numbers, of one table or of inner joins."""
+    """The shape of a query, or None for any other.
+
+    `join` is inner joins of tables. `sum` is count, sum and avg of exact numbers over one table, `join and sum` over
+    inner joins.
+    """
     tree = parse(text)
     if not isinstance(tree, exp.Select) or not _is_plain(tree):
         return None
@@ -28,7 +32,7 @@ def shape_of(text: str) -> Literal["join", "sum", "join and sum"] | None:
 
 
 def _is_plain(tree: exp.Expression) -> bool:
-    """Tables, filters, expressions and inner joins, perhaps grouped once at the top."""
+    """Whether the query has only tables, filters, expressions and inner joins, and grouping only at the top."""
     if tree.find(exp.SetOperation, exp.Distinct, exp.Exists, exp.With, exp.Values, exp.Any, exp.All, exp.Lateral):
         return False
     if any(node.args.get("query") for node in tree.find_all(exp.In)):

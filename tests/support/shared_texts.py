@@ -1,4 +1,4 @@
-"""Texts on Spark as if every stream table shared its own with others."""
+"""Let stream tables use shared texts on Spark even if there are no others to share with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pgtrickle.refresh.compute import shared_text
 
 @contextmanager
 def shared_from(number: int) -> Iterator[None]:
-    """Texts are shared from so many stream tables on: with 1, each is written as one that others share."""
+    """Set the number of stream tables from which they share a text; with 1, every stream table uses a shared text."""
     before, shared_text.SHARED_FROM = shared_text.SHARED_FROM, number
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a statement has the source do beyond reading rows of one table: joining and grouping, whatever they are called."""
+"""Find out what a statement makes the source do beyond reading rows of one table, such as joins and grouping."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def copied_query(statement: str) -> str | None:
 
 
 def work_at_source(query: str) -> set[str]:
-    """What the query does besides scans, filters, projections and UNION ALL; empty if nothing."""
-    # The words alone first: they do not depend on how well the statement is understood.
+    """The operations of the query other than scans, filters, projections and UNION ALL."""
+    # Look for keywords first, which does not depend on how well sqlglot parses the statement.
     found = {_WORDS[token.token_type] for token in tokenize(query, read="postgres") if token.token_type in _WORDS}
     tree = parse(query)
     for node in tree.walk():
@@ -43,7 +43,7 @@ def work_at_source(query: str) -> set[str]:
 
 
 def tables_read(query: str) -> set[tuple[str, str]]:
-    """Schema and name of every relation in the query."""
+    """The schema and name of every relation in the query."""
     return {(table.db, table.name) for table in _tables(parse(query))}
 
 
@@ -53,5 +53,5 @@ def _from_items(select: exp.Select) -> list[exp.Expression]:
 
 
 def _tables(node: exp.Expression) -> list[exp.Table]:
-    """The relations in a tree; functions in FROM (generate_series over a weight, unnest of keys) are none."""
+    """The relations in a tree, without functions in FROM (generate_series over a weight, unnest of keys)."""
     return [table for table in node.find_all(exp.Table) if isinstance(table.this, exp.Identifier)]

@@ -1,4 +1,4 @@
-"""A real streaming replica of a test's server."""
+"""A real streaming replica of a test server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Connection = psycopg.Connection[Any]
 
 @contextmanager
 def standby_of(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
-    """A streaming replica of the whole server."""
+    """Run a streaming replica of the whole server."""
     account = server_account()
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-standby-"))
     hand_over(base, account)
@@ -50,7 +50,7 @@ def standby_of(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
 
 
 def await_replay(primary: Connection, standby: Connection) -> None:
-    """Return when the standby has everything that the primary has written so far."""
+    """Wait until the standby has replayed everything that the primary has written so far."""
     row = primary.execute("SELECT pg_current_wal_insert_lsn()::text").fetchone()
     assert row is not None
     deadline = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""One table in many databases: tenants that all have `orders`, and a home that reads them as one."""
+"""One table in many databases: tenants that all have `orders`, and a home database that reads them as a set."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHANGES = [
 
 @dataclass
 class Tenants:
-    """The home, and the tenants' databases by their registered names."""
+    """The home database, and the names of the tenants' databases."""
 
     server: EmbeddedServer
     home: TestDatabase
@@ -44,7 +44,7 @@ class Tenants:
     names: list[str] = field(default_factory=list)
 
     def create(self, number: int) -> str:
-        """A tenant with a catalog and some orders."""
+        """Create a tenant with a catalog and some orders."""
         name = f"{self.prefix}_{number:02d}"
         create = sql.SQL("CREATE DATABASE {} OWNER {} TEMPLATE {}").format(
             sql.Identifier(name), sql.Identifier(APP_ROLE), sql.Identifier(self.template)
@@ -68,7 +68,7 @@ class Tenants:
                 conn.execute(statement.format(a=chance.randrange(40), b=chance.randrange(40)).encode())
 
     def set_open(self, name: str, value: bool) -> None:
-        """Lose a database, or regain it: nobody can connect while it is closed."""
+        """Allow connections to a database, or end and forbid them to make it unreachable."""
         with psycopg.connect(self.server.dsn(), autocommit=True) as conn:
             conn.execute(
                 sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}").format(sql.Identifier(name), sql.Literal(value))
@@ -81,7 +81,7 @@ class Tenants:
         self.names.remove(name)
 
     def assert_exact(self, *stream_tables: str, of: list[str] | None = None) -> None:
-        """They hold what their queries give over the rows of all these tenants, loaded into one table."""
+        """Assert that stream tables equal their queries over the rows of all these tenants, loaded into one table."""
         with psycopg.connect(self.home.direct_dsn, autocommit=True) as conn:
             conn.execute(
                 f"CREATE TEMP TABLE every_order (pgt_database text, {ORDERS.replace(' PRIMARY KEY', '')})".encode()
@@ -98,7 +98,7 @@ class Tenants:
 
 @contextmanager
 def tenants(server: EmbeddedServer, number: int) -> Iterator[Tenants]:
-    """So many tenants, none of them registered; a table of plans at home."""
+    """Create so many tenants, none of them registered, and a table of plans at home."""
     with fresh_database(server, "home") as home, fresh_database(server, "template") as template:
         for database in (home, template):
             with pgtrickle.connect(database.dsn) as db:

@@ -1,11 +1,11 @@
-"""Kinds of values in the sources that queries are generated over."""
+"""The kinds of values in the sources of generated queries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# kind -> what a cast to its type is written with. `loose` is numeric and `span` interval: equal values print differently.
+# The type of each kind. `loose` is numeric and `span` interval, whose equal values can print differently.
 TYPES = {
     "int": "integer",
     "big": "bigint",
@@ -27,7 +27,7 @@ TYPES = {
     "nocase": "text",
     "stamp": "timestamp",
 }
-# Kinds that PostgreSQL compares with each other, and the kind of a column that a UNION makes of two of them.
+# Kinds that PostgreSQL can compare with each other, mapped to the kind of a UNION's column over two of them.
 FAMILIES = {
     **dict.fromkeys(("small", "int", "big", "money", "loose", "real", "float", "any number"), "any number"),
     **dict.fromkeys(("text", "varchar", "char", "nocase", "any word"), "any word"),
@@ -96,7 +96,11 @@ PATTERNS = ("'n%'", "'%o%'", "'sku-0_'", "'%e'")
 
 @dataclass(frozen=True)
 class Value:
-    """An expression of a kind. A worn value stands for equal ones, or has digits of its own: it is only shown."""
+    """An expression of a kind.
+
+    A worn value represents several equal ones, or has digits that depend on how it was computed. It must only be used
+    in the output.
+    """
 
     sql: str
     kind: str
@@ -104,12 +108,12 @@ class Value:
 
     @property
     def column(self) -> str:
-        """The name without its table's alias."""
+        """The column name without the table alias."""
         return self.sql.rpartition(".")[2]
 
     @property
     def is_loose(self) -> bool:
-        """Equal values can print differently."""
+        """Whether equal values can print differently."""
         return self.kind in LOOSE or self.kind in FAMILIES.values()
 
 
@@ -135,11 +139,11 @@ class World:
         return a.kind == b.kind or (self.is_mixed and a.kind in FAMILIES and FAMILIES[a.kind] == FAMILIES.get(b.kind))
 
     def pairs(self, left: Sequence[Value], right: Sequence[Value]) -> list[tuple[Value, Value]]:
-        """Values that can be compared, one of each side."""
+        """The pairs of values, one from each side, that can be compared."""
         return [(a, b) for a in fresh(left) for b in fresh(right) if self.are_comparable(a, b)]
 
     def likely(self, found: Sequence[tuple[Value, Value]]) -> list[tuple[Value, Value]]:
-        """Those of the pairs that are about the same thing."""
+        """Those of the pairs whose columns mean the same, so that joins over them find partners."""
         return [(a, b) for a, b in found if any(a.column in names and b.column in names for names in self.meets)]
 
 

@@ -1,8 +1,8 @@
-"""A workload that fills the corpus's sources and changes all of them in rounds, the same way for the same seed.
+"""A workload that fills the sources of the corpus and changes all of them in rounds, reproducibly for a seed.
 
-Every round uses most kinds of statement, touches some rows several times, moves rows between groups and partitions and
-hits NULL keys and duplicates. Round 4 moves many rows at once, round 5 empties one group of every source, round 6 fills
-it again.
+Every round uses most kinds of statements, changes some rows several times, moves rows between groups and partitions,
+and includes NULL keys and duplicates. Round 4 moves many rows at once, round 5 empties one group of every source, and
+round 6 fills it again.
 """
 
 import random
@@ -25,10 +25,10 @@ _STATUSES = ("new", "paid", "sent", "returned")
 _TAGS = ("vip", "web", "b2b", "late", "ünï")
 _KINDS = ("tool", "toy", "food", "book")
 _NOTES = (None, "", "gift", "rush", "Rush ", "50% off", "naïve \\ 'note'")
-# Equal values that print differently: a change between them must reach whoever shows them.
+# Equal values that print differently: a change from one to the other must reach stream tables that show them.
 _FACTORS = ("1", "1.0", "1.00", "1.5", "1.50", "0.75")
 _READINGS = (None, "NaN", "0", "0.0", "2.5", "2.50", "1e3", "1000", "-7.125", "12345678901234567890.123")
-# No negative values: a float sum that cancels to nearly nothing has no relative precision to compare.
+# No negative values: a float sum that cancels to nearly zero cannot be compared with a relative tolerance.
 _RATIOS = (None, float("nan"), -0.0, 0.0, 0.5, 1.25, 3.0, 1e10)
 _SPANS = ("1 day", "24 hours", "1 mon", "30 days", "90 minutes")
 # The groups that round 5 empties and round 6 refills.
@@ -45,7 +45,7 @@ _INSERT_EVENT = "INSERT INTO shop.events VALUES (%s, %s, %s, %s, %s, %s, %s, %s,
 
 
 class Workload:
-    """Changes to the sources of the corpus; a round depends on the seed, its number and the data, nothing else."""
+    """Changes to the sources of the corpus. A round depends only on the seed, its number and the data."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -70,7 +70,7 @@ class Workload:
     def round(self, conn: Connection, n: int) -> None:
         """Apply round `n` (1 to 8) to loaded sources, as several committed transactions; `conn` is in autocommit."""
         self._rng = random.Random(f"{self.seed}:{n}")
-        # Numbers no earlier round used, so that a round needs no memory of the ones before it.
+        # Ids that no earlier round has used, so that a round needs no state from the earlier ones.
         self._next_id = 1000 * n
         self._change_customers(conn)
         self._change_orders(conn)
@@ -157,7 +157,7 @@ class Workload:
         return range(first, first + count)
 
     def _pick(self, conn: Connection, table: str, count: int) -> list[Any]:
-        """Some keys of a table, chosen by the seed and not by the order PostgreSQL finds them in."""
+        """Random keys of a table. They depend on the seed and not on the order in which PostgreSQL returns rows."""
         key = "sku" if table == "products" else "id"
         query = sql.SQL("SELECT DISTINCT {key} FROM {table} ORDER BY {key}").format(
             key=sql.Identifier(key), table=sql.Identifier("shop", table)
@@ -170,7 +170,7 @@ class Workload:
     def _change_customers(self, conn: Connection) -> None:
         rng = self._rng
         with conn.transaction(), conn.cursor() as cur:
-            # A multi-row INSERT of which one row is changed twice and one goes again, all in one transaction.
+            # A multi-row INSERT, of which one row is updated twice and one is deleted, all in one transaction.
             first, second, gone = rows = [self._customer(key) for key in self._new_ids(3)]
             cur.execute(
                 _INSERT_CUSTOMER + ", (%s, %s, %s, %s, %s, %s, %s)" * 2,
@@ -197,7 +197,7 @@ class Workload:
         rng = self._rng
         _copy(conn, "COPY shop.orders FROM STDIN", [self._order(key) for key in self._new_ids(14)])
         for key in self._pick(conn, "orders", 6):
-            # The same row three times in three transactions; the last value may be the first again.
+            # Update the same row in three transactions; the last value may equal the first.
             for status in rng.choices(_STATUSES, k=3):
                 conn.execute("UPDATE shop.orders SET status = %s WHERE id = %s", [status, key])
         with conn.transaction():
@@ -231,7 +231,7 @@ class Workload:
         for key in self._pick(conn, "orders", 6):
             conn.execute(_INSERT_ITEM, [key, *self._item()[1:]])
         with conn.transaction():
-            # A duplicate of what is there; then one of each pair of duplicates goes and the other stays.
+            # Duplicate existing rows; then delete one of each pair of duplicates.
             conn.execute(
                 "INSERT INTO shop.items SELECT * FROM shop.items WHERE order_id %% 9 = %s OR order_id IS NULL"
                 " ORDER BY price, order_id, sku, qty, weight LIMIT 15",
@@ -271,7 +271,7 @@ class Workload:
         rng = self._rng
         with conn.transaction(), conn.cursor() as cur:
             cur.executemany(_INSERT_EVENT, self._duplicated([self._event(key) for key in self._new_ids(12)]))
-            # Across partitions, to the default one and back.
+            # Move rows across partitions, to the default one and back.
             cur.execute("UPDATE shop.events SET slot = %s WHERE slot = %s", [rng.randrange(12), rng.randrange(12)])
             cur.execute("UPDATE shop.events SET slot = %s WHERE slot IS NULL AND ok", [rng.randrange(4)])
             cur.execute(
@@ -296,7 +296,7 @@ class Workload:
                 "UPDATE shop.regions SET factor = %s::numeric, tax = %s, manager_id = %s WHERE code = %s",
                 [rng.choice(_FACTORS), self._money(10), rng.randint(1, 50), code],
             )
-        # A NULL in the list turns NOT IN from "most rows" to "none"; every other round has one.
+        # With a NULL in its list, NOT IN returns no rows instead of most of them; every other round has one.
         conn.execute("UPDATE shop.regions SET manager_id = coalesce(manager_id, 1)")
         if n % 2 == 0:
             conn.execute("UPDATE shop.regions SET manager_id = NULL WHERE code = %s", [new])
@@ -304,7 +304,7 @@ class Workload:
             "UPDATE shop.customers SET region = %s WHERE id = ANY (%s)", [new, self._pick(conn, "customers", 3)]
         )
 
-    # --- what is not to be seen, and the rounds of their own kind ---
+    # --- rolled-back changes, and special rounds ---
 
     def _undone(self, conn: Connection) -> None:
         with conn.transaction():
