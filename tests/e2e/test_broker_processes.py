@@ -1,4 +1,4 @@
-"""The broker between services that are processes of their own: shared by both, and missed by nobody when it is killed."""
+"""The broker between services in separate processes: both use it, and both continue without it when it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: the real executable on a real server. Nothing here needs Spark."""
+"""The command line as users run it: the real executable on a real server. These tests do not need Spark."""
 
 from __future__ import annotations
 

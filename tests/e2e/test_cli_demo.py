@@ -1,4 +1,4 @@
-"""The demonstration: it ends well by itself, and whatever ends it, its server is gone."""
+"""The demo: it ends with success, and its server is gone however it ends."""
 
 from __future__ import annotations
 

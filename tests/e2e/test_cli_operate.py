@@ -1,4 +1,4 @@
-"""tune, profile and top on a real server. No service runs: its rows are written as it would write them."""
+"""The commands tune, profile and top on a real server. No service runs; the tests write the rows it would write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refreshes from the command line, on real Spark. Starting it takes long, so that each test starts it once at most."""
+"""Refreshes from the command line on real Spark, which starts slowly: each test starts it once at most."""
 
 from __future__ import annotations
 

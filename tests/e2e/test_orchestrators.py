@@ -1,4 +1,4 @@
-"""Schedulers of others ask for refreshes: once under one id, with exit codes that say what to do."""
+"""External orchestrators request refreshes: only once for each id, with exit codes that they can act on."""
 
 from __future__ import annotations
 

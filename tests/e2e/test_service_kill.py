@@ -1,4 +1,4 @@
-"""What befalls a service and its servers: it goes on by itself, and every stream table is what its query says."""
+"""Services and servers that are killed, frozen or restarted: the service recovers, and stream tables stay exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The refresh broker: one scan for all who want it, and none missed where there is no broker."""
+"""The refresh broker: one scan for all consumers, and nothing is lost without a broker."""
 
 from __future__ import annotations
 

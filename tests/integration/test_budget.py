@@ -1,4 +1,4 @@
-"""A service with fewer connections than databases: all are served, and there are never more."""
+"""A service with fewer connections than databases: all databases are served, and the budget is never exceeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a writer does, the change buffer holds exactly the difference: table before + buffer = table after."""
+"""The change buffer contains exactly the difference for any kind of write: table before + buffer = table after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDL on a captured table: no write fails, none is captured wrongly, before anybody has noticed the change."""
+"""DDL on a captured table: until it is noticed, no write fails and none is captured incorrectly."""
 
 from __future__ import annotations
 

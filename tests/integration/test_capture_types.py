@@ -1,4 +1,4 @@
-"""Every type reaches the buffer as it is, with its modifiers and its collation."""
+"""Columns of every type are captured with their type modifiers and collations."""
 
 from __future__ import annotations
 

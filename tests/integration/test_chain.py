@@ -1,4 +1,4 @@
-"""Stream tables that read stream tables: one call brings a whole chain up to date, in order."""
+"""Stream tables that read stream tables: one call refreshes a whole chain, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture on the nodes of a Citus cluster: set up and taken down whole, and no hindrance to writers."""
+"""Capture on the nodes of a Citus cluster: it is set up and removed completely, and does not block writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards on the coordinator: a cluster of one node, one that grows from it, and coordinators that take shards later."""
+"""Shards on the coordinator: single-node clusters, clusters grown from one, and coordinators that get shards later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards that move, nodes that come, go, crash and are somewhere else: exact through all of it, and told."""
+"""Shards that move, and nodes that join, leave, crash or change address: results stay exact, and status shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partitioned tables of a Citus cluster: each partition is a distributed table of its own, and can be written to as one."""
+"""Partitioned tables in a Citus cluster: each partition is a distributed table that can be written to directly."""
 
 from __future__ import annotations
 

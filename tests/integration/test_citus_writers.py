@@ -1,4 +1,4 @@
-"""Refreshes of a Citus cluster beside writers on all nodes: never half a transaction, nothing lost, nothing doubled."""
+"""Refreshes concurrent with writers on all nodes of a Citus cluster: no partial transactions, losses or duplicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values of two types, or of two collations, are compared as PostgreSQL compares them, wherever a query does so."""
+"""Values of two types or collations are compared as in PostgreSQL, in every part of a query."""
 
 from __future__ import annotations
 

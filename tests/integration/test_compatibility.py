@@ -1,6 +1,6 @@
-"""Every statement and setting that the scaling guide and the multi-database plan of pg_trickle print, against a live service.
+"""Every statement and setting printed in pg_trickle's scaling guide and multi-database plan, against a live service.
 
-What is printed stands in tests/fixtures/compatibility, what it means here in docs/reference/compatibility.md.
+The printed texts are in tests/fixtures/compatibility; docs/reference/compatibility.md describes what they do here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A copy of a database that others read: it does not keep changes for the readers of the original."""
+"""A copy of a database that other databases read: it does not keep changes for the readers of the original."""
 
 from __future__ import annotations
 

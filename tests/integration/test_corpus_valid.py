@@ -1,4 +1,4 @@
-"""The corpus and its oracle are worth something: queries run, change in most rounds, and a wrong row is seen."""
+"""The corpus and its oracle are effective: queries run, results change in most rounds, wrong rows are detected."""
 
 from __future__ import annotations
 

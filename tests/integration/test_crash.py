@@ -1,4 +1,4 @@
-"""Whoever dies during a refresh, and wherever: the next refresh is exact."""
+"""Crashes of the process or the server at any step of a refresh: the next refresh is exact."""
 
 from __future__ import annotations
 

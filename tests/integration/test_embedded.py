@@ -1,4 +1,4 @@
-"""The embedded server starts, restarts, dies and recovers; the fixtures give ordinary roles and fresh databases."""
+"""The embedded server starts, restarts, crashes and recovers; fixtures provide ordinary roles and fresh databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Root lends PostgreSQL an account, and creates it once even if several processes need it at the same moment."""
+"""For root, PostgreSQL runs as an ordinary account, which is created only once even by concurrent processes."""
 
 from __future__ import annotations
 

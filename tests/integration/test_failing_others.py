@@ -1,4 +1,4 @@
-"""A stream table that cannot be refreshed keeps nobody else from it, and is shown as what it is."""
+"""A stream table that cannot be refreshed does not prevent refreshes of others, and its failure is reported."""
 
 from __future__ import annotations
 

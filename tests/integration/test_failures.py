@@ -1,4 +1,4 @@
-"""Refreshes that fail under a service: which are retried, how often, and which events are sent."""
+"""Failing refreshes in a service: which are retried, how often, and which events are sent."""
 
 from __future__ import annotations
 

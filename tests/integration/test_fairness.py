@@ -1,4 +1,4 @@
-"""A service with more to do than its workers can: everybody is served."""
+"""An overloaded service: every database and owner is served."""
 
 from __future__ import annotations
 

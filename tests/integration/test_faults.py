@@ -1,4 +1,4 @@
-"""What goes wrong around a refresh: each fault has a clear error or heals, and no change is lost or doubled."""
+"""Faults around a refresh: each gives a clear error or is repaired, and no change is lost or duplicated."""
 
 from __future__ import annotations
 

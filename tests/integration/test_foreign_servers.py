@@ -1,4 +1,4 @@
-"""Foreign tables of postgres_fdw: captured in the registered database that they point to, or polled when asked for."""
+"""Foreign tables of postgres_fdw: captured in the registered database they point to, or polled on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream tables that are refreshed in one transaction: what they read of each other, and what keeps them apart."""
+"""Refresh groups, whose members are refreshed in one transaction: what they read of each other, what separates them."""
 
 from __future__ import annotations
 

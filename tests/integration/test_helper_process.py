@@ -1,4 +1,4 @@
-"""Many changes are read in a process beside the service. Here any number counts as many."""
+"""Large numbers of changes are read in a helper process. In these tests any number is large."""
 
 from __future__ import annotations
 

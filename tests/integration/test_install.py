@@ -1,4 +1,4 @@
-"""Installing, upgrading and removing the catalog: in one transaction, repeatable, as an ordinary role."""
+"""Installing, upgrading and removing the catalog: in one transaction, repeatedly, as an ordinary role."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Large refreshes: executors read and write, nothing passes through the driver. Here everything counts as large."""
+"""Large refreshes: executors read and write, no rows pass through the driver. In these tests every refresh is large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command against every other: no deadlock, no command that never ends, no error that names nothing."""
+"""Every command concurrently with every other: no deadlocks, no hanging commands, and errors name the stream table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writers of every habit against continuous refreshes: nothing lost, nothing doubled, at any cut."""
+"""Writers of all kinds against continuous refreshes: no change is lost or duplicated at any cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a query goes through is changed, and with it what the query means for rows that nobody writes to."""
+"""Changes to views, functions and types that a query uses, and thereby to its result for rows that do not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator asks in SQL: each answer is compared with rows of the catalog that say what is true."""
+"""The SQL functions for operators: their results are compared with rows of the catalog."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every second query of the corpus in four rounds, placement auto; all of them in the long run."""
+"""Half of the corpus in four rounds with placement auto; the whole corpus in the long tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other queries of the corpus in four rounds, placement spark; all of them in the long run."""
+"""The other half of the corpus in four rounds with placement spark; the whole corpus in the long tests."""
 
 from __future__ import annotations
 

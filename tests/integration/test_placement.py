@@ -1,7 +1,7 @@
-"""What sources are asked to do, read from the server's own log.
+"""The work that refreshes make sources do, according to the server's own log.
 
-The corpus is filled once; then its stream tables are refreshed up to the moment when everything is fetched, in each
-placement, and what the server logged of it is taken apart. That the results are right is the oracle's business.
+The corpus is filled once. Then its stream tables are refreshed with each placement until everything is fetched, and the
+statements in the server's log are analysed. The oracle tests check the results.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Queries over many tables: creating and refreshing them ends, and nothing else waits for it."""
+"""Queries over many tables: creating and refreshing them takes limited time and does not delay anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other databases that are lost, restored, moved or wrongly registered: clear errors, nothing lost or invented, no secret."""
+"""Remote databases that are lost, restored, moved or registered wrongly: clear errors, exact results, no secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of users in queries over several databases: the same everywhere, or refused with the reason."""
+"""User functions in queries over several databases: identical in all of them, or refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change buffers: nothing is removed that a reader still needs, and their space is given back all the same."""
+"""Purging change buffers: changes that a reader still needs are kept, and the space of the others is freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Four ordinary roles: who installs, two owners, the service's login. What an owner's code may do is what the owner may."""
+"""Four ordinary roles: the installing role, two owners, the service role. Owners' code has their own rights only."""
 
 from __future__ import annotations
 

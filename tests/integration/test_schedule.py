@@ -1,4 +1,4 @@
-"""When stream tables are refreshed: what a tick finds due now, what soon, and what long refreshes change of it."""
+"""When stream tables are refreshed: what is due now or soon at a tick, and how long refreshes stretch schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service at work: schedules, groups, errors, pauses, several at once."""
+"""The running service: schedules, groups, errors, pauses, and several services at once."""
 
 from __future__ import annotations
 

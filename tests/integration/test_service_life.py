@@ -1,4 +1,4 @@
-"""What a service says of the databases that it serves, and how it lets go of them."""
+"""What a service reports about the databases that it serves, and how it releases them."""
 
 from __future__ import annotations
 

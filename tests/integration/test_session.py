@@ -1,4 +1,4 @@
-"""The Spark session and the process it lives in."""
+"""The Spark session and its effects on the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One table in many databases: sets, members that come, go, get lost and come back."""
+"""One table in many databases: database sets, and members that join, leave, get lost and return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stream tables of one shape share a text on Spark: fewer plans, the same rows, and nothing of one in another."""
+"""Stream tables of one shape share a text on Spark: fewer plans, the same rows, and no rows of one in another."""
 
 from __future__ import annotations
 

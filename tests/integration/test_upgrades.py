@@ -1,7 +1,7 @@
-"""Catalogs of every earlier version are brought up to date, and their stream tables go on.
+"""Catalogs of every earlier version can be upgraded, and their stream tables continue to work.
 
-The dumps were made by the last commit with each version. They hold two sources with changes that no refresh has seen,
-and three stream tables: an aggregate of a join, one without a key, and one that reads the first.
+The dumps were made by the last commit with each version. They contain two sources with changes that no refresh has
+read, and three stream tables: an aggregate of a join, one without a key, and one that reads the first.
 """
 
 from __future__ import annotations

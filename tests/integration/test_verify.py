@@ -1,4 +1,4 @@
-"""`verify`: equal where nothing happened, however busy the sources are, and exact about what somebody changed by hand."""
+"""`verify`: equal for intact stream tables even while sources change, and exact about rows changed by hand."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Generated queries, many of them, in batches that are refreshed together: each equals its query after every refresh.
+"""Many generated queries, in batches that are refreshed together: each result is exact after every refresh.
 
-Placements take turns: another query finds more than the same one with the other placement. Queries of the mixed world
-compare values of different types and collations (the latter where the server has ICU: `--pg 15`).
-PGTRICKLE_GENERATED sets how many, PGTRICKLE_SEED which. A failure prints seed and number; `generated(seed, number)` gives
-the query again.
+Placements alternate: a different query finds more than the same one with the other placement. Queries of the mixed
+world compare values of different types and collations (the latter if the server has ICU: `--pg 15`).
+PGTRICKLE_GENERATED sets the number of queries, PGTRICKLE_SEED the seed. A failure prints seed and number;
+`generated(seed, number)` reproduces the query.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `make dist` builds installs into an empty environment, without and with the embedded PostgreSQL."""
+"""The distribution that `make dist` builds installs into an empty environment, with and without embedded PostgreSQL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pgtrickle prepare`: the file that it makes is one that Java can use, and commands start Spark with it."""
+"""`pgtrickle prepare`: Java can use the file that it creates, and commands start Spark with it."""
 
 from __future__ import annotations
 

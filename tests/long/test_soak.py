@@ -1,4 +1,4 @@
-"""Twenty minutes of everything at once: changes, alterations, pauses and kills, under a service that must not care."""
+"""Twenty minutes of concurrent changes, alterations, pauses and kills, which must not affect the service's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same on a Spark whose executors are processes of their own: one setting, nothing else."""
+"""Refreshes on a Spark with executors in separate processes, which takes a single setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a broker has read leaves this machine by TLS only, and only for those who know the token."""
+"""A broker's data leaves the machine over TLS only, and only for clients that have the token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Capture functions write into the buffer of their source, and of no other table."""
+"""Capture functions write only to the buffer of their own source."""
 
 from __future__ import annotations
 

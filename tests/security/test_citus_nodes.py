@@ -1,4 +1,4 @@
-"""On the nodes of a Citus cluster nobody but administrators decides what is read, and only one login is the service's."""
+"""On the nodes of a Citus cluster, only administrators decide what is read, and only one login is the service role."""
 
 from __future__ import annotations
 

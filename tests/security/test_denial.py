@@ -1,4 +1,4 @@
-"""An ordinary role cannot keep other roles' stream tables from being created, refreshed and exact."""
+"""An ordinary role cannot prevent other roles' stream tables from being created, refreshed and exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An owner's code that ends the session it runs in stops its own stream table, whenever the service hears of it."""
+"""If an owner's code ends its session, its own stream table is suspended, whenever the service notices the end."""
 
 from __future__ import annotations
 

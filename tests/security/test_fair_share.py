@@ -1,4 +1,4 @@
-"""No owner keeps others from being served, whatever it asks for."""
+"""No owner can prevent others from being served, whatever it requests."""
 
 from __future__ import annotations
 

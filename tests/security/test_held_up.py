@@ -1,4 +1,4 @@
-"""Locks and notifications of others hold up what they concern, and nothing else."""
+"""Locks and notifications of other roles delay only what they concern."""
 
 from __future__ import annotations
 

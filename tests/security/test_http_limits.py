@@ -1,4 +1,4 @@
-"""Clients that open connections and send little or nothing cannot use up the service's threads."""
+"""Clients that open connections and send little or nothing cannot exhaust the service's threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that other people choose cannot forge lines of the service's log."""
+"""Names chosen by other users cannot forge lines in the service's log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A registered database is read for those who may use it, as long as they may, and runs nobody's code as its reader."""
+"""A registered database is read only for roles that may use it, while they may, and runs no user's code as the reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A registered database, read with a login of its own, in which mallory is an ordinary role."""
+"""A registered database that is read with a separate login, and in which mallory is an ordinary role."""
 
 from __future__ import annotations
 

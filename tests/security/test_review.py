@@ -1,4 +1,4 @@
-"""What a hostile review of decision 019 found, and relatives."""
+"""Attacks that a hostile review of decision 019 found, and similar ones."""
 
 from __future__ import annotations
 

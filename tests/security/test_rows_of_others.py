@@ -1,4 +1,4 @@
-"""pgtrickle shows nobody rows, values or queries of other roles, and never lets one owner change another's rows."""
+"""pgtrickle does not disclose rows, values or queries of other roles, and no owner can change another owner's rows."""
 
 from __future__ import annotations
 

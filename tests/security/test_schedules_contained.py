@@ -1,4 +1,4 @@
-"""What an owner writes about a stream table is checked, and where it slips through it stops that stream table only."""
+"""An owner's options for a stream table are checked; an invalid one that slips through stops only that stream table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks that a second hostile review found, after the first were closed."""
+"""Attacks that a second hostile review found after those of the first were fixed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that Spark keeps on disk are in a directory that nobody else can look into, and that goes with it."""
+"""Rows that Spark keeps on disk are in a directory that other accounts cannot read and that is removed with Spark."""
 
 from __future__ import annotations
 

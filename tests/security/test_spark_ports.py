@@ -1,4 +1,4 @@
-"""Other accounts of the machine can connect to Spark's ports, and get nothing from them."""
+"""Other accounts of the machine can connect to Spark's ports but get nothing from them."""
 
 from __future__ import annotations
 

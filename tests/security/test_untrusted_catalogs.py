@@ -1,4 +1,4 @@
-"""A catalog, or a search path, that a hostile role left where a login with rights connects."""
+"""A catalog or search path that a hostile role has prepared in a database to which a privileged login connects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which file of Spark's classes a JVM is given: one that nobody else could have written."""
+"""The class archive that a JVM gets for Spark: only a file that no other account could have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a cron schedule is due."""
+"""The next due time of cron schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kind of failure an error is, and which kinds are tried again by themselves."""
+"""The kind of failure of each error, and the kinds that are retried automatically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a unit can wait for a worker: a bound that holds for whatever arrives."""
+"""An upper bound of the time that a unit waits for a worker, whatever else arrives."""
 
 from __future__ import annotations
 

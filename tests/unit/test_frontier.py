@@ -1,4 +1,4 @@
-"""Frontiers and the Arrow side of a fetch, without a server."""
+"""Frontiers and the Arrow part of a fetch, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which stream tables are refreshed as one."""
+"""The refresh groups that follow from the dependencies between stream tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`import pgtrickle` is cheap: no database driver, no Spark."""
+"""`import pgtrickle` is cheap: it loads neither a database driver nor Spark."""
 
 from __future__ import annotations
 

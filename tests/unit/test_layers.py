@@ -1,4 +1,4 @@
-"""Dependencies point one way: every import counts, under TYPE_CHECKING and inside of functions too."""
+"""Dependencies between packages are one-way, including imports under TYPE_CHECKING and inside functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Planning has a budget: whatever a query joins, planning it ends."""
+"""Planning has a budget, so it ends for any query."""
 
 from __future__ import annotations
 

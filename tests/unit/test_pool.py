@@ -1,4 +1,4 @@
-"""Who gets a worker."""
+"""How the worker pool chooses tasks."""
 
 from __future__ import annotations
 

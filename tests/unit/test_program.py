@@ -1,4 +1,4 @@
-"""From text to program, without a server."""
+"""Compilation from query text to program, without a server."""
 
 from __future__ import annotations
 

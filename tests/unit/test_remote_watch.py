@@ -1,4 +1,4 @@
-"""What looks at other databases tell of the commit times there."""
+"""The bounds of commit times that follow from polling remote databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time that comparisons in rotation take."""
+"""The share of time that the service's comparisons may take."""
 
 from __future__ import annotations
 

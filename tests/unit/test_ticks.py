@@ -1,4 +1,4 @@
-"""Which ticks are remembered."""
+"""Which past ticks are kept."""
 
 from __future__ import annotations
 

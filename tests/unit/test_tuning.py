@@ -1,4 +1,4 @@
-"""Profiles, sizes and budgets are the scaling guide's, and the figures add up."""
+"""Profiles, sizes and budgets are those of the scaling guide, and the figures add up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what is due to what workers do."""
+"""How due stream tables are combined into units."""
 
 from __future__ import annotations
 
