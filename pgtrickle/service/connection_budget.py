@@ -52,7 +52,7 @@ def close_and_wait(conn: psycopg.Connection[Any]) -> None:
 
 
 class Budget:
-    """The service's connections to one server: at most so many at a time, or unlimited if None."""
+    """The service's connections to one server: at most `most` at a time, or unlimited if None."""
 
     def __init__(self, dsn: str, most: int | None = None, trust: Trust | None = None) -> None:
         self.dsn = dsn

@@ -428,7 +428,7 @@ class Scheduler:
                     self.workers.broker.serve(name, dsn, settings.interval)
 
     def _settle_cron(self, conn: psycopg.Connection[Any]) -> None:
-        """Set the next due time of stream tables on a cron schedule that were refreshed."""
+        """Set the next due time of stream tables on a cron schedule, which every refresh resets."""
         rows = conn.execute(
             "SELECT pgt_id, schedule, session_settings ->> 'TimeZone' FROM pgtrickle.pgt_stream_tables"
             " WHERE every IS NULL AND next_due = 'infinity' AND (status <> 'SUSPENDED' OR status_reason IS NULL)"

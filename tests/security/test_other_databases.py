@@ -1,4 +1,4 @@
-"""A registered database is read only for roles that may use it, while they may, and runs no user's code as the reader."""
+"""A registered database is read only for roles that may use it, while they may, and runs no user code as its reader."""
 
 from __future__ import annotations
 

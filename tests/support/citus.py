@@ -122,7 +122,7 @@ def _is_left(conn: psycopg.Connection[Any]) -> bool:
 
 @contextmanager
 def cluster(nodes: list[EmbeddedServer], workers: int = 2) -> Iterator[Cluster]:
-    """A fresh database on a coordinator and so many workers, which hold the shards; the other servers can be added.
+    """A fresh database on a coordinator and its workers, which hold the shards; the other servers can be added.
 
     Without workers it is a single-node cluster, in which the coordinator holds the shards.
     """

@@ -91,7 +91,7 @@ def _same(conn: Connection, name: str) -> bool:
 
 @contextmanager
 def hub_with(server: EmbeddedServer, homes: int) -> Iterator[Hub]:
-    """A hub and so many home databases, whose stream tables read it with the broker enabled."""
+    """A hub and `homes` home databases, whose stream tables read it with the broker enabled."""
     with ExitStack() as stack:
         hub = stack.enter_context(fresh_database(server, "hub"))
         made = [stack.enter_context(fresh_database(server, f"home{i}")) for i in range(homes)]

@@ -98,7 +98,7 @@ class Tenants:
 
 @contextmanager
 def tenants(server: EmbeddedServer, number: int) -> Iterator[Tenants]:
-    """Create so many tenants, none of them registered, and a table of plans at home."""
+    """Create `number` tenants, none of them registered, and a table of plans at home."""
     with fresh_database(server, "home") as home, fresh_database(server, "template") as template:
         for database in (home, template):
             with pgtrickle.connect(database.dsn) as db:

@@ -112,7 +112,7 @@ class Publisher:
         return self._thread.is_alive()
 
     def shared_cut(self, consumers: Sequence[str], seconds: float) -> SharedCut | None:
-        """A cut that none of these consumers has used; None if there is none within so many seconds."""
+        """A cut that none of these consumers has used; None if there is none within `seconds`."""
         deadline = time.monotonic() + seconds
         with self._changed:
             refusals = self._refusals
