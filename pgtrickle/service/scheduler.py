@@ -241,7 +241,7 @@ class Scheduler:
                 with self._seat.use():
                     return True
             except psycopg.OperationalError:
-                # It may be being copied or renamed, which fails while there are connections.
+                # Perhaps the database is being copied or renamed, which makes new connections wait.
                 self._seat.give_up()
         return True
 
