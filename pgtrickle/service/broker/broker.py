@@ -113,7 +113,7 @@ class Broker:
         )
 
     # -- the protocol `Brokers`, which engines use
-    # -------------------------------------------------------------------------
+    # -----------------------------------------------------------------------
 
     def shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
         try:

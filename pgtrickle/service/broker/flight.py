@@ -27,7 +27,7 @@ PLAIN, TLS = "grpc", "grpc+tls"
 
 
 class FlightServer:
-    """Serves shared cuts. The token in the catalog of a database authorizes to get what was read in that database only.
+    """Serves shared cuts. The token in a database's catalog gives access only to what was read in that database.
 
     `publisher_of` returns the publisher for a token.
     """

@@ -238,7 +238,7 @@ class Publisher:
     def _read(self, exported: str, wanted: Sequence[Wanted]) -> dict[str, SharedChanges]:
         """The changes of each source in that snapshot.
 
-        They are read in another transaction than the one that holds it: buffers must not be locked for that long.
+        A separate transaction reads them, because buffers must not be locked for as long as the snapshot is held.
         """
         sources: dict[str, SharedChanges] = {}
         with self.connections.open(self.name, self.dsn) as conn, errors_naming(self.name):
