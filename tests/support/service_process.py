@@ -82,8 +82,7 @@ class ServiceProcess:
             error.add_note(f"{self.log_path.name}:\n{self.log_path.read_text(errors='replace')}")
         self.kill()
 
-    # -- control
-    # ---------------------------------------------------------------------------------------------------------
+    # -- control -------------------------------------------------------------------------------------------------------
 
     def await_step(self) -> None:
         """Wait until a refresh of the child has reached its step."""
@@ -118,8 +117,7 @@ class ServiceProcess:
         assert stream is not None
         return stream
 
-    # -- state
-    # -----------------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int:
