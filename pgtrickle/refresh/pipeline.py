@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psycopg
@@ -123,7 +123,7 @@ class Engine:
                 result = refresh_atomically(self, levels, initiated_by, before_commit)
                 if result is not None:
                     self._name_failures(result)
-                    return result
+                    return replace(result, atomic=True)
             outcome = Outcome()
             for level in levels:
                 try:

@@ -51,6 +51,7 @@ class Outcome:
     failures: dict[int, Exception] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)  # names of stream tables that another process has claimed
     names: dict[int, str] = field(default_factory=dict)  # of stream tables that failed
+    atomic: bool = False  # all were refreshed in one transaction
 
     @property
     def problems(self) -> dict[str, Exception]:

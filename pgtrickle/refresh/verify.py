@@ -84,7 +84,7 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
     found: list[Verification] = []
 
     def compare(work: Work) -> None:
-        found[:] = [_compare(engine.conn, work)]  # replaces the result of an attempt that was rolled back
+        found[:] = [_compare(engine.conn, work)]
 
     for _ in range(ATTEMPTS):
         # A large change, for example, cannot be refreshed in one transaction. It is refreshed in several, after which
@@ -93,7 +93,7 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
         for error in outcome.problems.values():
             reason = f"it could not be refreshed: {error}".splitlines()[0]
             return Verification(pgt_id, row.label, None, reason, failed=True)
-        if found and outcome.results:
+        if found and outcome.results and outcome.atomic:  # else the transaction of the comparison was rolled back
             return found[0]
     reason = "what it reads was altered or changed too much meanwhile; try again when less is written to its sources"
     return Verification(pgt_id, row.label, None, reason, failed=True)

@@ -143,8 +143,8 @@ class RemoteWatch:
                 rows = conn.execute(load_query("look")).fetchall()
             look = watched.last.next(at, rows)
         except (psycopg.Error, PgtrickleError) as error:
-            errors_naming = error.message if isinstance(error, PgtrickleError) else str(error).strip()
-            look = Look(watched.last.at, watched.last.active, errors_naming)
+            problem = error.message if isinstance(error, PgtrickleError) else str(error).strip()
+            look = Look(watched.last.at, watched.last.active, problem)
         if look.problem is not None and look.problem != watched.last.problem:
             log.warning("not watched: %s", look.problem, extra={"database": watched.name})
         elif look.problem is None and watched.last.problem is not None:

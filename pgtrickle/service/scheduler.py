@@ -357,13 +357,13 @@ class Scheduler:
             "names": [source for _, source, _, _ in active],
             "xids": [xid for _, _, xid, _ in active],
         }
-        errors_naming = {name: (look.at, look.problem) for name, look in looks.items()}
-        if errors_naming and (errors_naming != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
-            self._looked, self._told_looks = time.monotonic(), errors_naming
+        polled = {name: (look.at, look.problem) for name, look in looks.items()}
+        if polled and (polled != self._told_looks) and time.monotonic() - self._looked >= LOOK_SECONDS:
+            self._looked, self._told_looks = time.monotonic(), polled
             parameters = {
-                "databases": list(errors_naming),
-                "times": [at for at, _ in errors_naming.values()],
-                "problems": [problem for _, problem in errors_naming.values()],
+                "databases": list(polled),
+                "times": [at for at, _ in polled.values()],
+                "problems": [problem for _, problem in polled.values()],
                 "active": seen["databases"],
                 "names": seen["names"],
                 "xids": seen["xids"],
@@ -560,8 +560,8 @@ class Scheduler:
     # -- maintenance ---------------------------------------------------------------------------------------------------
 
     def _beat(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        errors_naming = settings.values == self._told_settings
-        if errors_naming and time.monotonic() - self._beaten < self._beat_seconds:
+        unchanged = settings.values == self._told_settings
+        if unchanged and time.monotonic() - self._beaten < self._beat_seconds:
             return
         parameters = {
             "service": self.service_id,
@@ -583,9 +583,9 @@ class Scheduler:
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
     def _tell_wrong(self, settings: Settings) -> None:
-        for name, errors_naming in settings.wrong.items():
-            if self._told_wrong.get(name) != errors_naming:
-                log.warning("setting %s cannot be %s", name, errors_naming, extra={"database": self.database})
+        for name, meaning in settings.wrong.items():
+            if self._told_wrong.get(name) != meaning:
+                log.warning("setting %s cannot be %s", name, meaning, extra={"database": self.database})
         self._told_wrong = dict(settings.wrong)
 
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:

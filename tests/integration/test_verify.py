@@ -17,6 +17,7 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.refresh import atomic_group
 from tests.support.database import TestDatabase
 from tests.support.remote_shop import QUERIES as REMOTE_QUERIES
 from tests.support.remote_shop import RemoteShop
@@ -247,6 +248,24 @@ def test_a_service_compares_in_rotation(
     db.reinitialize("keyed", "by a test")
     assert db.verify("keyed")[0].equal
     assert not [one for one in find_problems(conn, 300) if one.check == "difference"]
+
+
+def test_a_comparison_that_was_rolled_back_is_made_again(
+    db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db.create_stream_table("keyed", QUERIES["keyed"])
+    checked: list[str] = []
+
+    def check_passed(*_: object) -> None:
+        checked.append("")
+        if len(checked) == 1:
+            raise atomic_group.NotAtomicError("a partition was attached")
+
+    monkeypatch.setattr(atomic_group, "_check_passed", check_passed)
+    (found,) = db.verify("keyed")
+    assert found.equal
+    assert len(checked) == 2
+    assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_verifications").fetchone() == (1,)
 
 
 @pytest.mark.direct("behind a pooler nothing is compared")
