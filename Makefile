@@ -78,5 +78,5 @@ dist: $(STAMP) ## Build the wheel and the source distribution in dist/
 	$(BIN)/python -m build --outdir dist .
 
 clean: ## Remove everything that make created
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache spark-warehouse metastore_db derby.log
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis spark-warehouse metastore_db derby.log
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,7 +8,7 @@ from sqlglot import exp
 
 from pgtrickle.ivm.program import Program, build_program
 from pgtrickle.query.binder import Binder
-from pgtrickle.query.plan import Column, Relation, RelationColumn
+from pgtrickle.query.plan import Column, NewColumn, Plan, Relation, RelationColumn, TypesOf
 from pgtrickle.query.types import BOOL, INT4, INT8, NUMERIC, TEXT, PgType
 
 INTEGER = PgType(INT4, -1, "integer")
@@ -32,36 +32,73 @@ RELATIONS = [
 
 
 class WrittenTypes:
-    """A `Typing` that knows columns, and PostgreSQL's types of aggregates, constants and sums; the rest is text."""
+    """Columns have their own types, expressions over numbers those of PostgreSQL; anything else is text."""
 
     def types_of(self, columns: Sequence[Column], expressions: Sequence[exp.Expression]) -> list[PgType]:
         known = {column.id: column.type for column in columns}
         return [self._type(known, expression) for expression in expressions]
 
     def _type(self, known: dict[str, PgType], node: exp.Expression) -> PgType:
-        if isinstance(node, exp.Paren):
-            return self._type(known, node.this)
-        if isinstance(node, exp.Column):
-            return known[node.name]
-        if isinstance(node, exp.Count):
-            return BIGINT
-        if isinstance(node, exp.Predicate | exp.Connector | exp.Not):
-            return BOOLEAN
-        if isinstance(node, exp.Add | exp.Mul):
-            sides = {self._type(known, side).oid for side in (node.this, node.expression)}
-            return NUMBER if NUMERIC in sides else INTEGER
-        if isinstance(node, exp.Cast) and node.to.is_type("decimal"):
-            return NUMBER
-        return INTEGER if isinstance(node, exp.Literal) and not node.is_string else STRING
+        match node:
+            case exp.Paren() | exp.Min() | exp.Max() | exp.Filter() | exp.Neg():
+                return self._type(known, node.this)
+            case exp.Column():
+                return known[node.name]
+            case exp.Count():
+                return BIGINT
+            case exp.Sum():
+                argument = node.this.expressions[0] if isinstance(node.this, exp.Distinct) else node.this
+                return BIGINT if self._type(known, argument).oid == INT4 else NUMBER
+            case exp.Avg():
+                return NUMBER
+            case exp.Predicate() | exp.Connector() | exp.Not() | exp.Boolean():
+                return BOOLEAN
+            case exp.Add() | exp.Mul():
+                return _wider([self._type(known, side) for side in (node.this, node.expression)])
+            case exp.Coalesce():
+                return _wider([self._type(known, item) for item in (node.this, *node.expressions)])
+            case exp.Case():
+                default = node.args.get("default")
+                values = [branch.args["true"] for branch in node.args["ifs"]] + ([default] if default else [])
+                return _wider([self._type(known, value) for value in values])
+            case exp.Cast():
+                return next((type_ for type_ in _CAST_TO if node.to.sql("postgres").lower() in _CAST_TO[type_]), STRING)
+            case exp.Literal() if not node.is_string:
+                return INTEGER
+            case _:
+                return STRING
 
     def union_types(self, branches: Sequence[Sequence[PgType]]) -> list[PgType]:
-        return list(branches[0])
+        return [_wider(types) for types in zip(*branches, strict=True)]
 
     def casts_for_equality(self, left: PgType, right: PgType) -> tuple[str | None, str | None]:
-        return None, None
+        if NUMERIC not in {left.oid, right.oid} or left.oid == right.oid:
+            return None, None
+        return ("numeric", None) if right.oid == NUMERIC else (None, "numeric")
+
+
+_CAST_TO = {INTEGER: {"int", "integer"}, BIGINT: {"bigint"}, NUMBER: {"numeric", "decimal"}, BOOLEAN: {"boolean"}}
+
+
+def _wider(types: Sequence[PgType]) -> PgType:
+    """The common type of numbers; the first type where they are none."""
+    for oid, type_ in ((NUMERIC, NUMBER), (INT8, BIGINT)):
+        if types[0].oid in {INT4, INT8, NUMERIC} and oid in {item.oid for item in types}:
+            return types[0] if len(set(types)) == 1 else type_
+    return types[0]
 
 
 def plan_query(text: str, tables: Sequence[Relation] = RELATIONS) -> Program:
-    """The program of a query over RELATIONS, or over other relations."""
+    """The program of a query over the relations above, or over others."""
+    return build_program(text, _binder(tables))
+
+
+def bind_query(text: str, tables: Sequence[Relation] = RELATIONS) -> tuple[Plan, NewColumn, TypesOf]:
+    """The plan of a query as it is bound, and what rewrites of it need."""
+    binder = _binder(tables)
+    return binder.bind_text(text).plan, binder.column, lambda *args: binder.typing.types_of(list(args[0]), args[1])
+
+
+def _binder(tables: Sequence[Relation]) -> Binder:
     relations = {(relation.schema, relation.name): relation for relation in tables}
-    return build_program(text, Binder(relations, WrittenTypes(), frozenset({"string_agg"})))
+    return Binder(relations, WrittenTypes(), frozenset({"string_agg"}))
