@@ -460,7 +460,7 @@ class Database(OtherDatabases):
         """Request a refresh from the service and return the id of the request.
 
         If you pass a `key` that you have used before for this stream table, you get the same request again. A failed
-        one is filed anew.
+        request is filed again.
         """
         require_installed(self.conn)
         with clear_errors(name):
