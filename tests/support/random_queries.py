@@ -187,7 +187,7 @@ class _Writer:
     def _source(self, depth: int) -> tuple[str, list[_Field]]:
         self._sources -= 1
         alias = f"x{next(self._aliases)}"
-        if depth and self._likely(25):
+        if depth and self._likely(35):
             kinds = self.kinds()
             return f"({self.query(depth - 1, kinds)}) {alias}", _fields(alias, kinds)
         if self._likely(8):
@@ -200,7 +200,7 @@ class _Writer:
     def _meeting(self, mine: Sequence[_Field], theirs: Sequence[_Field]) -> str:
         """A condition over two sides."""
         one, other = self._number(mine, plain=True), self._number(theirs, plain=True)
-        match self._pick(("equal", "equal", "and", "comparison", "expression", "anything", "true")):
+        match self._pick(("equal", "equal", "equal", "and", "comparison", "expression", "anything", "true")):
             case "equal":
                 return f"({one} = {other})"
             case "and":
@@ -215,9 +215,9 @@ class _Writer:
                 return "true"
 
     def _where(self, depth: int, fields: Sequence[_Field]) -> str:
-        if not self._likely(40):
+        if not self._likely(50):
             return ""
-        parts = [self._mark(depth, fields) if self._likely(50) else self._condition(fields)]
+        parts = [self._mark(depth, fields) if self._likely(40) else self._condition(fields)]
         if self._likely(30):
             parts.append(self._condition(fields))
         text = f" {self._pick(('AND', 'OR'))} ".join(parts)
@@ -276,7 +276,9 @@ class _Writer:
         return f"({self._pick(columns)} {self._pick(_COMPARISONS)} {self._pick([*columns, '1'])})"
 
     def _condition(self, fields: Sequence[_Field]) -> str:
-        match self._pick(("comparison", "comparison", "null", "not null", "and", "or", "not", "column", "constant")):
+        match self._pick(
+            ("comparison", "comparison", "comparison", "null", "not null", "and", "or", "not", "column", "constant")
+        ):
             case "null":
                 return f"({self._number(fields)} IS NULL)"
             case "not null":
