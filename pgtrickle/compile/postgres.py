@@ -138,6 +138,30 @@ def expression_sql(node: exp.Expression) -> str:
     return node.sql(dialect="postgres")
 
 
+def with_collations(condition: exp.Expression, columns: Sequence[Column]) -> exp.Expression:
+    """The condition of a semi-join, with the collation of each equality named on both sides.
+
+    PostgreSQL up to 15.18 removes duplicates from the inner side by that side's own collation. If that tells apart what
+    the comparison considers equal, the semi-join returns a row of the outer side several times.
+    """
+    types = {column.id: column.type for column in columns}
+
+    def name(node: exp.Expression) -> exp.Expression:
+        if not (
+            isinstance(node, exp.EQ) and isinstance(node.this, exp.Column) and isinstance(node.expression, exp.Column)
+        ):
+            return node
+        left, right = types[node.this.name], types[node.expression.name]
+        if left.collation == right.collation or (left.deterministic and right.deterministic):
+            return node
+        # One of the two has the default collation: PostgreSQL refuses to compare two others.
+        side, collation = ("expression", left.collation) if left.collation else ("this", right.collation)
+        node.set(side, parse(f"{expression_sql(node.args[side])} COLLATE {collation}"))
+        return node
+
+    return condition.copy().transform(name, copy=False)
+
+
 @dataclass
 class _Compiler:
     in_parts: bool
@@ -177,7 +201,7 @@ class _Compiler:
                 return self._join(kind, left, right, condition)
             case Exists(left=left, right=right, condition=condition, mark=mark):
                 rows, weighted = self.rows(left)
-                found = f"{self._found(right, condition)} AS {ident(mark.id)}"
+                found = f"{self._found(left, right, condition)} AS {ident(mark.id)}"
                 return f"{_select(left.columns, weighted, [found])} FROM ({rows}) AS l", weighted
             case Aggregate(input=child, keys=keys, calls=calls):
                 rows, weighted = self.rows(child)
@@ -253,8 +277,9 @@ class _Compiler:
             bool(weights),
         )
 
-    def _found(self, right: Plan, condition: exp.Expression) -> str:
-        return f"EXISTS (SELECT FROM ({self.rows(right)[0]}) AS r WHERE {expression_sql(condition)})"
+    def _found(self, left: Plan, right: Plan, condition: exp.Expression) -> str:
+        named = with_collations(condition, (*left.columns, *right.columns))
+        return f"EXISTS (SELECT FROM ({self.rows(right)[0]}) AS r WHERE {expression_sql(named)})"
 
     def _union(self, terms: Iterable[tuple[Plan, int]], columns: tuple[Column, ...]) -> tuple[str, bool]:
         parts = []
@@ -274,9 +299,10 @@ class _Compiler:
 
     def _flip(self, plan: Flip) -> tuple[str, bool]:
         old_left, _ = self.rows(at_version(plan.left, Version.OLD))
-        now = self._found(plan.right, plan.condition)
-        before = self._found(at_version(plan.right, Version.OLD), plan.condition)
-        touched = self._found(plan.right_delta, plan.condition)
+        now, before, touched = (
+            self._found(plan.left, right, plan.condition)
+            for right in (plan.right, at_version(plan.right, Version.OLD), plan.right_delta)
+        )
         names = [ident(column.id) for column in plan.left.columns]
         items = ", ".join([*names, f"v.m AS {ident(plan.mark.id)}", "v.s::bigint AS w"])
         return (
