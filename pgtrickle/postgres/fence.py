@@ -36,7 +36,14 @@ _SUSPEND = "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_
 
 SEARCH_PATH = "SET LOCAL search_path TO pg_catalog, pg_temp"
 # Settings that a transaction may have made before an owner's code runs, and that it needs again afterwards.
-_LIMITS = ("search_path", "lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout", "work_mem")
+_LIMITS = (
+    "search_path",
+    "lock_timeout",
+    "statement_timeout",
+    "idle_in_transaction_session_timeout",
+    "work_mem",
+    "jit",
+)
 
 
 def enter(conn: psycopg.Connection[Any]) -> None:

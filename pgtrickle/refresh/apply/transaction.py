@@ -37,7 +37,7 @@ from pgtrickle.errors import (
 from pgtrickle.ivm.additive import AdditiveForm
 from pgtrickle.ivm.program import Program
 from pgtrickle.postgres import fence
-from pgtrickle.postgres.transactions import set_local
+from pgtrickle.postgres.transactions import NO_JIT, set_local
 from pgtrickle.query.plan import Project
 from pgtrickle.refresh.apply.load import Delta, Staged, load
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
@@ -72,7 +72,7 @@ def apply_delta(
     started = time.monotonic()
     row = work.row
     settings = row.query_settings | {"extra_float_digits": "1", "search_path": "pg_catalog, pg_temp"}
-    settings["statement_timeout"] = STATEMENT_TIMEOUT
+    settings |= NO_JIT | {"statement_timeout": STATEMENT_TIMEOUT}
     # Rows and frontier are in one transaction: if the server crashes before it is on disk, both are lost, and the next
     # refresh applies the changes again. The purge of these changes comes later in the same WAL.
     # If other nodes commit too, the commit must be synchronous: what they have committed must not be lost here.

@@ -23,7 +23,7 @@ from pgtrickle.postgres.transactions import (
     CUT_LOCK_TIMEOUT,
     HURRIED_LOCK_TIMEOUT,
     SHARED_LOCK_TIMEOUT,
-    STATEMENT_TIMEOUT,
+    limit_cut,
 )
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
@@ -67,10 +67,7 @@ def take_cut(
         mode = "READ WRITE" if writes else "READ ONLY"
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
         timeout = HURRIED_LOCK_TIMEOUT if hurried else CUT_LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
-        conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
-        conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-        # The transaction is idle while Spark computes for a group and while executors read.
-        conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        limit_cut(conn, timeout)
         locked = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(load_query("cut"), {"lock_timeout": CUT_LOCK_TIMEOUT}).fetchone()

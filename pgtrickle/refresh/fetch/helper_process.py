@@ -22,11 +22,10 @@ from psycopg import sql
 from pyarrow import ipc
 
 from pgtrickle.postgres.copying import copy_out
-from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, set_local
+from pgtrickle.postgres.transactions import READ_SETTINGS, set_local
 
 MANY = 8 << 20  # bytes of a change buffer from which on a helper process is worthwhile
 IDLE_SECONDS = 60.0  # after which an idle helper process ends
-LIMITS = {"statement_timeout": STATEMENT_TIMEOUT, "lock_timeout": SHARED_LOCK_TIMEOUT}
 _MOST = 2
 _LOST = b""  # in place of an answer, if the process is gone
 
@@ -111,7 +110,7 @@ def _read(order: Order) -> bytes:
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
         conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
-        set_local(conn, LIMITS | dict(order.settings))
+        set_local(conn, READ_SETTINGS | dict(order.settings))
         table = copy_out(conn, sql.SQL(order.statement), order.schema)
         conn.rollback()  # so that nothing that an owner's code has left runs at commit
     sink = pa.BufferOutputStream()

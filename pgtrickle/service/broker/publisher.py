@@ -29,7 +29,7 @@ from pgtrickle.errors import PgtrickleError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.postgres.copying import copy_out
-from pgtrickle.postgres.transactions import SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT, export, set_local
+from pgtrickle.postgres.transactions import READ_SETTINGS, SHARED_LOCK_TIMEOUT, export, limit_cut, set_local
 from pgtrickle.sites.broker import WEIGHT, XID, SharedChanges, SharedCut, schema_type
 from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
 
@@ -221,9 +221,7 @@ class Publisher:
                 tables = conn.execute(load_query("broker_locks")).fetchall()
                 conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                 stack.callback(conn.execute, "ROLLBACK")
-                conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(SHARED_LOCK_TIMEOUT)))
-                conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-                conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+                limit_cut(conn, SHARED_LOCK_TIMEOUT)
                 names = sql.SQL(", ").join(sql.Identifier(schema, name) for _, schema, name in tables)
                 conn.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(names))
                 exported = export(conn)
@@ -245,7 +243,7 @@ class Publisher:
             conn.execute("BEGIN ISOLATION LEVEL REPEATABLE READ, READ ONLY")
             try:
                 conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(exported)))
-                set_local(conn, {"lock_timeout": SHARED_LOCK_TIMEOUT, "statement_timeout": STATEMENT_TIMEOUT})
+                set_local(conn, READ_SETTINGS)
                 _be_service(conn)
                 for one in wanted:
                     base = _base(one)

@@ -15,7 +15,7 @@ from pgtrickle.catalog.databases import is_node
 from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.postgres.connection import is_pooled
-from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, STATEMENT_TIMEOUT
+from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, limit_cut
 from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.citus.shards import Shards, shards_here
 
@@ -112,9 +112,7 @@ def take_remote_cut(
 ) -> RemoteCut:
     """Lock the tables that are read, or on a node their shards, then take a snapshot or import the given one."""
     timeout = HURRIED_LOCK_TIMEOUT if is_node(database) else SHARED_LOCK_TIMEOUT
-    conn.execute(sql.SQL("SET LOCAL lock_timeout = {}").format(sql.Literal(timeout)))
-    conn.execute(sql.SQL("SET LOCAL statement_timeout = {}").format(sql.Literal(STATEMENT_TIMEOUT)))
-    conn.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+    limit_cut(conn, timeout)
     names = [sql.Identifier(*name) for name in sorted({(source.schema, source.name) for source in sources})]
     placed = {source.there for source in sources} if is_node(database) else set()
     tables = [sql.SQL(name) for name in locked] if placed else names
