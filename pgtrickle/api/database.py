@@ -18,6 +18,7 @@ from pgtrickle.api.errors import clear_errors
 from pgtrickle.api.registry import OtherDatabases
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import AcrossDatabases
 from pgtrickle.errors import (
     ConnectionFailedError,
@@ -36,7 +37,6 @@ from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.explain import explain_program
 from pgtrickle.refresh.planning.jobs import require_placeable
 from pgtrickle.refresh.results import RefreshResult
-from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.verify import Verification, answer_requests, verify
 from pgtrickle.refresh.work import OnStep
 from pgtrickle.sites.remote.functions import describe_functions, note_functions

@@ -18,6 +18,7 @@ from psycopg.rows import dict_row
 
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.problems import lacking
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import (
     InvalidQueryError,
     PgtrickleError,
@@ -41,7 +42,6 @@ from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.planning.programs import Plans, Programs
 from pgtrickle.refresh.results import Outcome, RefreshResult
 from pgtrickle.refresh.snapshot_reader import SnapshotReader
-from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import OnStep, Work
 from pgtrickle.sites.citus.cluster import Cluster
 from pgtrickle.sites.remote.connections import Connections

@@ -17,6 +17,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import PgtrickleError, PrivilegeError
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
@@ -24,7 +25,6 @@ from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh.failures import LONGEST_MESSAGE
 from pgtrickle.refresh.snapshot_reader import TRANSPORT
-from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import Work
 
 if TYPE_CHECKING:

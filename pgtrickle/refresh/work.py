@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Fragment
@@ -20,7 +21,6 @@ from pgtrickle.refresh.fetch.medium import Part
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job
 from pgtrickle.refresh.results import Phases
-from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.sites.broker import Interest
 from pgtrickle.sites.remote.cut import ForeignSource
 

@@ -15,6 +15,7 @@ from psycopg.types.array import ListBinaryDumper
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.apply import (
     Target,
     additive_statement,
@@ -43,7 +44,6 @@ from pgtrickle.refresh.apply.load import Delta, Staged, load
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, Policy, answers_requests, is_retried, kind_of, pause_after
 from pgtrickle.refresh.planning.jobs import full_query
 from pgtrickle.refresh.results import RefreshResult
-from pgtrickle.refresh.stream_table import StreamTableRow
 from pgtrickle.refresh.work import Work
 from pgtrickle.sites.citus.cluster import PREPARED
 

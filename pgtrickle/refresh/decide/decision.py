@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import NotDifferentiableError
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.refresh.cut.sources import Source
 from pgtrickle.refresh.planning.compiled import Compiled
-from pgtrickle.refresh.stream_table import StreamTableRow
 
 Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.sql_text import readable
@@ -24,7 +25,6 @@ from pgtrickle.query.plan import (
     inputs_of,
 )
 from pgtrickle.refresh.planning.compiled import Compiled
-from pgtrickle.refresh.stream_table import StreamTableRow
 
 _VERSIONS = {Version.NEW: "at the cut", Version.OLD: "at the frontier", Version.DELTA: "changes"}
 

@@ -27,7 +27,7 @@ from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job, check_cost
 
 if TYPE_CHECKING:
-    from pgtrickle.refresh.stream_table import StreamTableRow
+    from pgtrickle.catalog.stream_table import StreamTableRow
 
 MOST_JOBS = 32  # cached per stream table
 
