@@ -20,6 +20,7 @@ from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import AcrossDatabases
+from pgtrickle.enums import RefreshMode, Status
 from pgtrickle.errors import (
     ConnectionFailedError,
     DatabaseFailedError,
@@ -36,9 +37,9 @@ from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.explain import explain_program
 from pgtrickle.refresh.planning.jobs import require_placeable
+from pgtrickle.refresh.progress import OnStep
 from pgtrickle.refresh.results import RefreshResult
 from pgtrickle.refresh.verify import Verification, answer_requests, verify
-from pgtrickle.refresh.work import OnStep
 from pgtrickle.sites.remote.functions import describe_functions, note_functions
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]
@@ -214,7 +215,7 @@ class Database(OtherDatabases):
             compiled, key = self._compile(query, "spark" if in_parts else placement)
             if in_parts:
                 _require_placeable(name, compiled)
-            if refresh_mode.upper() == "DIFFERENTIAL":
+            if refresh_mode.upper() == RefreshMode.DIFFERENTIAL:
                 _require_differential(name, compiled)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
@@ -233,7 +234,8 @@ class Database(OtherDatabases):
             ).fetchone()
             assert row is not None
             id_ = int(row[0])
-            mode = "DIFFERENTIAL" if compiled.program is not None and refresh_mode.upper() != "FULL" else "FULL"
+            differential = compiled.program is not None and refresh_mode.upper() != RefreshMode.FULL
+            mode = RefreshMode.DIFFERENTIAL if differential else RefreshMode.FULL
             self._note_mode(id_, mode, compiled.reason)
             if in_parts:
                 self.engine.subscribe(id_)
@@ -319,7 +321,7 @@ class Database(OtherDatabases):
             compiled, key = self._compile(query, new_placement) if query is not None else (None, None)
             if compiled is not None and in_parts:
                 _require_placeable(name, compiled)
-            if (refresh_mode or row.refresh_mode).upper() == "DIFFERENTIAL":
+            if (refresh_mode or row.refresh_mode).upper() == RefreshMode.DIFFERENTIAL:
                 stored = replace(row, placement=new_placement)
                 _require_differential(name, compiled or self.engine.programs.compile_stored(stored, "alter"))
             if compiled is not None and row.key_columns is not None and key != row.key_columns:
@@ -406,7 +408,7 @@ class Database(OtherDatabases):
         If some fail, all others are still refreshed. Then an error is raised that names all that failed.
         """
         require_installed(self.conn)
-        ids = [row.pgt_id for row in self.engine.rows() if row.status != "SUSPENDED"]
+        ids = [row.pgt_id for row in self.engine.rows() if row.status != Status.SUSPENDED]
         return self.engine.refresh(ids, may_be_dropped=True)
 
     def verify(self, name: str | Sequence[str]) -> list[Verification]:
@@ -468,8 +470,11 @@ class Database(OtherDatabases):
         assert row is not None
         return int(row[0])
 
-    def serve_requests(self) -> dict[str, int]:
-        """Serve the pending requests of all roles; return how many of them are now `DONE`, `FAILED` and `PENDING`."""
+    def serve_requests(self, *, on_step: OnStep | None = None) -> dict[str, int]:
+        """Serve the pending requests of all roles; return how many of them are now `DONE`, `FAILED` and `PENDING`.
+
+        `on_step` is called with the name of each step of a refresh.
+        """
         waiting = self.conn.execute(
             "SELECT request_id, pgt_id, kind FROM pgtrickle.pgt_requests WHERE status = 'PENDING' ORDER BY request_id"
         ).fetchall()
@@ -478,7 +483,7 @@ class Database(OtherDatabases):
             for kind in ("REFRESH", "VERIFY")
         )
         self.engine.policy = replace(self.engine.policy, backoff=False)
-        self.engine.attempt(refreshes, "REQUEST")
+        self.engine.attempt(refreshes, "REQUEST", on_step=on_step)
         for pgt_id in comparisons:
             answer_requests(self.engine, pgt_id)
         states = self.conn.execute(

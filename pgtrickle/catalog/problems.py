@@ -1,8 +1,8 @@
-"""Remedies for missing parts and rights of stream tables, as reported by _ownership_problem() and similar functions."""
+"""Errors for stream tables that lack a part or a right or were dropped, with remedies."""
 
 from __future__ import annotations
 
-from pgtrickle.errors import PrivilegeError
+from pgtrickle.errors import PrivilegeError, StreamTableNotFoundError
 
 
 def problem_remedy(name: str, problem: str) -> str:
@@ -18,3 +18,8 @@ def problem_remedy(name: str, problem: str) -> str:
 def lacking(name: str, problem: str) -> PrivilegeError:
     """The error for a stream table that cannot be refreshed because a part or a right is missing."""
     return PrivilegeError(f"{name} cannot be refreshed: {problem}", problem_remedy(name, problem))
+
+
+def dropped(name: str) -> StreamTableNotFoundError:
+    """The error for a stream table that was dropped between the request for its refresh and the refresh."""
+    return StreamTableNotFoundError(f"{name} was dropped while it was to be refreshed")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import psycopg
+from psycopg.rows import dict_row
+
+from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
 from pgtrickle.compile.sql_text import ident
+from pgtrickle.enums import Storage
 from pgtrickle.errors import PgtrickleError
 
 # The settings that _session_settings() records, and application_name, which identifies reads in the server's log.
@@ -93,9 +98,21 @@ class StreamTableRow:
         return bool(self.spread_here) or any(map(is_node, self.databases))
 
     @property
+    def is_citus_table(self) -> bool:
+        """Whether it is a reference or distributed table of Citus itself."""
+        return self.st_placement in {Storage.REFERENCE, Storage.DISTRIBUTED}
+
+    @property
     def in_parts(self) -> bool:
         """Whether no query of this database alone can read all its sources, because some are remote or distributed."""
         return bool(self.databases or self.spread_here)
+
+
+def load_rows(conn: psycopg.Connection[Any], ids: Sequence[int] | None = None) -> list[StreamTableRow]:
+    """The catalog rows of the given stream tables, or of all."""
+    with conn.cursor(row_factory=dict_row) as cursor:
+        rows = cursor.execute(load_query("stream_tables"), {"ids": list(ids) if ids is not None else None})
+        return [StreamTableRow(**row) for row in rows]
 
 
 def _are_texts(values: Iterable[object]) -> bool:

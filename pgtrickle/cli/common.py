@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from pgtrickle.api.database import Database
-    from pgtrickle.refresh.work import OnStep
+    from pgtrickle.refresh.progress import OnStep
 
 P = ParamSpec("P")
 R = TypeVar("R")

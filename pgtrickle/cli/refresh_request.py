@@ -37,8 +37,7 @@ def bring_up_to_date(
     if key is not None or (not local and (not _may_refresh(database.conn) or service_seen(database.conn))):
         return _ask_service(database.conn, tables, key, seconds)
     with quiet_jvm(), RefreshProgress(len(tables)) as progress:
-        database.engine.on_step = progress.step
-        return database.engine.attempt(list(tables.values()), initiated_by)
+        return database.engine.attempt(list(tables.values()), initiated_by, on_step=progress.step)
 
 
 def service_seen(conn: psycopg.Connection[Any]) -> bool:

@@ -7,7 +7,8 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_FIELDS = ("server", "database", "pgt_id", "error")
+_FIELDS = ("server", "database", "pgt_id", "claim", "error")
+_JSON_FIELDS = (*_FIELDS, "stage", "stream_table", "figures")  # which the message of a text line has, too
 
 
 def _printable(text: str) -> str:
@@ -35,7 +36,7 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        entry |= {name: value for name in _FIELDS if (value := getattr(record, name, None)) is not None}
+        entry |= {name: value for name in _JSON_FIELDS if (value := getattr(record, name, None)) is not None}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
@@ -51,11 +52,11 @@ class _Stderr(logging.Handler):
             self.handleError(record)
 
 
-def log_to_stderr(format_: str) -> None:
-    """Send the service's log to standard error, as `text` or `json`."""
+def log_to_stderr(format_: str, level: str = "info") -> None:
+    """Send the service's log to standard error, as `text` or `json`. `debug` also logs every stage of every refresh."""
     handler = _Stderr()
     handler.setFormatter(_Json() if format_ == "json" else _Text())
     logger = logging.getLogger("pgtrickle")
     logger.handlers[:] = [handler]
-    logger.setLevel(logging.INFO)
+    logger.setLevel(level.upper())
     logger.propagate = False

@@ -23,10 +23,11 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.postgres.connection import another, is_pooled, reset_session
 from pgtrickle.postgres.transactions import set_local
 
-log = logging.getLogger("pgtrickle.engine")
+log = logging.getLogger("pgtrickle.fence")
 
 READ_SECONDS = 660.0  # a minute more than the statement_timeout of a cut
 WRITE_SECONDS = 1860.0  # a minute more than that of an apply
@@ -171,3 +172,15 @@ def leave(conn: psycopg.Connection[Any], settings: Mapping[str, str], *, ddl: bo
     conn.execute("SELECT pg_catalog.pg_advisory_unlock_all()")
     conn.execute("CLOSE ALL; DEALLOCATE ALL; UNLISTEN *; DISCARD TEMP")
     set_local(conn, settings)
+
+
+def run_as_owner(
+    conn: psycopg.Connection[Any], row: StreamTableRow, statement: str, settings: Mapping[str, str] | None = None
+) -> None:
+    """Run a command that returns nothing, with the rights of the stream table's owner."""
+    if row.own:
+        conn.execute(statement.encode())
+        return
+    with conn.transaction():
+        write_as_owner(conn, row.pgt_id, statement, None, settings or {})
+        leave(conn, settings or {}, ddl=True)

@@ -13,6 +13,7 @@ CUT_LOCK_TIMEOUT = "5s"
 SHARED_LOCK_TIMEOUT = "250ms"
 HURRIED_LOCK_TIMEOUT = "50ms"  # while transactions of a whole Citus cluster wait
 STATEMENT_TIMEOUT = "10min"
+ROW_LOCK_TIMEOUT = "10s"  # for catalog rows, which their owners can lock
 # JIT compilation takes seconds for statements that run for milliseconds: the planner overestimates changes and lookups,
 # as it does every `generate_series(1, w)`.
 NO_JIT = {"jit": "off"}

@@ -20,7 +20,8 @@ class Unsupported(Exception):
     Raised while a plan is built; the caller falls back to FULL, or raises an error with the reason and the fragment.
     """
 
-    def __init__(self, reason: str, node: exp.Expression | None = None) -> None:
+    def __init__(self, reason: str, node: exp.Expression | None = None, *, time_dependent: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
+        self.time_dependent = time_dependent  # the result may change although the sources do not
         self.fragment = node.sql(dialect="postgres") if node is not None else None

@@ -5,23 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 
+from pgtrickle.enums import Storage
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.postgres.connection import another, is_pooled
-from pgtrickle.refresh.apply.transaction import Diverged
+from pgtrickle.refresh.apply.writer import Diverged
+from pgtrickle.refresh.compute.computing import compute
 from pgtrickle.refresh.cut.cut import Cut
+from pgtrickle.refresh.progress import Progress
+from pgtrickle.refresh.recapture import altered_since, mark_reinit
 from pgtrickle.refresh.results import Outcome, RefreshResult
-from pgtrickle.refresh.work import Work
-
-if TYPE_CHECKING:
-    from pgtrickle.refresh.pipeline import Engine
-
+from pgtrickle.refresh.runner import Runner
+from pgtrickle.refresh.stages import Claimed, Computed, Decided, Planned
+from pgtrickle.sites.protocol import Sites
+from pgtrickle.sites.stream_tables import StreamTable
 
 # Called for each stream table once all are written, in the transaction that commits them.
-BeforeCommit = Callable[[Work], None]
+BeforeCommit = Callable[[Computed], None]
 
 
 class NotAtomicError(Exception):
@@ -29,7 +32,7 @@ class NotAtomicError(Exception):
 
 
 def refresh_atomically(
-    engine: Engine, levels: Sequence[Sequence[int]], initiated_by: str, before_commit: BeforeCommit | None = None
+    runner: Runner, levels: Sequence[Sequence[int]], before_commit: BeforeCommit | None = None
 ) -> Outcome | None:
     """Refresh all levels in one transaction, at the same snapshot. If one stream table fails, all of them do.
 
@@ -38,37 +41,43 @@ def refresh_atomically(
     refreshes level by level, each with its own commits.
     """
     ids = [id_ for level in levels for id_ in level]
-    if is_pooled(engine.conn):
+    if is_pooled(runner.conn):
         return None  # it takes a second connection to see whether partitions were attached or detached
-    works, taken = engine.claim(ids, all_or_none=True)
+    claimed, taken = runner.claims.claim(ids, all_or_none=True)
     if taken:
         return Outcome(taken=taken)
+    progress = Progress(runner.conn, runner.on_step)
+    progress.claimed(claimed)
     outcome: Outcome | None = None
-    try:
-        if any(work.row.st_placement != "local" or work.row.on_nodes for work in works):
-            raise NotAtomicError("what is written on other nodes is not seen before it is committed")
-        engine.check_parts(works)
-        if all(work.error is None for work in works):
-            outcome = Outcome(_apply_levels(engine, levels, works, initiated_by, before_commit))
-            engine.on_step("committed")
-            engine.finish(works)
+    with progress.resources:
+        try:
+            if any(table.row.st_placement != Storage.LOCAL or table.row.on_nodes for table in claimed):
+                raise NotAtomicError("what is written on other nodes is not seen before it is committed")
+            runner.check_parts(claimed, progress)
+            _raise_first(claimed, progress)
+            sites = runner.sites_of(claimed)
+            results, computed = _Group(runner, sites, progress).refresh(levels, claimed, before_commit)
+            outcome = Outcome(results)
+            progress.on_step("committed")
+            runner.finish(computed, sites)
             return outcome
-    except NotAtomicError:
-        return None
-    except Diverged as error:
-        engine.mark_reinit(next(work.row.pgt_id for work in works if work.error is error), str(error))
-        return None
-    except (psycopg.Error, PgtrickleError) as error:
-        if _lost(engine.conn):
-            raise
-        _blame(works, error)
-    finally:
-        if outcome is None and not _lost(engine.conn):
-            failed = [work for work in works if work.error is not None and not isinstance(work.error, Diverged)]
-            engine.give_up(failed, None, initiated_by, ids)
-    failures = {work.row.pgt_id: work.error for work in works if work.error is not None}
-    _put_off(engine.conn, ids, list(failures))
-    return Outcome(failures=failures)
+        except NotAtomicError:
+            return None
+        except Diverged as error:
+            diverged = next(table for table in claimed if progress.failed.of(table) is error)
+            mark_reinit(runner.conn, diverged.row.pgt_id, str(error))
+            progress.failed.forgive(diverged)
+            return None
+        except (psycopg.Error, PgtrickleError) as error:
+            if _lost(runner.conn):
+                raise
+            _blame(claimed, error, progress)
+        finally:
+            if outcome is None and not _lost(runner.conn):
+                failed = [table for table in claimed if progress.failed.of(table) is not None]
+                runner.give_up(failed, progress, ids=ids)
+    _put_off(runner.conn, ids, list(progress.failed.errors))
+    return Outcome(failures=dict(progress.failed.errors))
 
 
 def _lost(conn: psycopg.Connection[Any]) -> bool:
@@ -85,92 +94,102 @@ def _put_off(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence
     )
 
 
-def _apply_levels(
-    engine: Engine,
-    levels: Sequence[Sequence[int]],
-    works: Sequence[Work],
-    initiated_by: str,
-    before_commit: BeforeCommit | None,
-) -> list[RefreshResult]:
-    """Run cut, fetch, Spark and apply for all levels of a group in one transaction."""
-    results: list[RefreshResult] = []
-    engine.reading.compile_unknown(works)
-    begin = time.monotonic()
-    ids = [work.row.pgt_id for work in works]
-    with engine.reading.cut(works, writes=True) as cut:
-        engine.on_step("cut")
-        for level in levels:
-            results += _apply_level(engine, [w for w in works if w.row.pgt_id in level], cut, begin, initiated_by)
-            begin = time.monotonic()
-        if before_commit is not None:
-            for work in works:
-                before_commit(work)
-        _check_passed(engine, works, ids)
-        engine.remote.prove(works)
-        _raise_first(works)
-    return results
+class _Group:
+    """The stages of a group, all in one transaction."""
 
+    def __init__(self, runner: Runner, sites: Sites, progress: Progress) -> None:
+        self.runner = runner
+        self.sites = sites
+        self.progress = progress
 
-def _apply_level(
-    engine: Engine, works: Sequence[Work], cut: Cut, begin: float, initiated_by: str
-) -> list[RefreshResult]:
-    """Refresh one level of a group inside the group's transaction."""
-    try:
-        outdated = engine.reading.read_at(cut, works, begin)
-        _raise_first(works)
-        if outdated or any(work.large is not None or (work.decision and work.decision.retrack) for work in works):
-            raise NotAtomicError(works[0].row.label)
-        engine.compute(works)
-        _raise_first(works)
-    except (psycopg.Error, PgtrickleError) as error:
-        _blame(works, error)
-        raise
-    row = engine.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
-    assert row is not None
-    results = []
-    for work in works:
-        assert work.frontier is not None
-        work.frontier = replace(work.frontier, snapshot=replace(work.frontier.snapshot, passed=row[0]))
+    def refresh(
+        self, levels: Sequence[Sequence[int]], claimed: Sequence[Claimed], before_commit: BeforeCommit | None
+    ) -> tuple[list[RefreshResult], list[Computed]]:
+        """Refresh all levels; return their results."""
+        results: list[RefreshResult] = []
+        computed: list[Computed] = []
+        reading = self.runner.reading
+        planned = reading.planner.plan(claimed, self.sites, self.progress)
+        _raise_first(claimed, self.progress)
+        begin = time.monotonic()
+        with reading.cut(planned, self.sites, self.progress, writes=True) as (cut, readable):
+            self.progress.on_step("cut")
+            _raise_first(claimed, self.progress)
+            for level in levels:
+                tables = [table for table in readable if table.row.pgt_id in level]
+                for table in self._compute(tables, cut, begin):
+                    computed.append(table)
+                    results.append(self._apply(table))
+                begin = time.monotonic()
+            if before_commit is not None:
+                for table in computed:
+                    before_commit(table)
+            decided = [table.decided for table in computed]
+            self._check_passed(decided)
+            self.sites.prove(decided, self.progress.failed)
+            _raise_first(decided, self.progress)
+        return results, computed
+
+    def _compute(self, tables: Sequence[Planned], cut: Cut, begin: float) -> list[Computed]:
+        """Read and compute one level of the group."""
+        runner, progress = self.runner, self.progress
         try:
-            results.append(engine.apply(work, initiated_by))
+            read = runner.reading.read_at(cut, tables, self.sites, progress, begin)
+            _raise_first(tables, progress)
+            if read.again or any(one.large is not None or one.decided.decision.retrack for one in read.fetched):
+                raise NotAtomicError(tables[0].row.label)
+            computed = compute(read.fetched, progress)
+            _raise_first(tables, progress)
         except (psycopg.Error, PgtrickleError) as error:
-            work.error = error
+            _blame(tables, error, progress)
             raise
-    return results
+        row = runner.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
+        assert row is not None
+        return [replace(table, transaction=row[0]) for table in computed]
+
+    def _apply(self, table: Computed) -> RefreshResult:
+        try:
+            return self.runner.apply(table, self.progress)
+        except (psycopg.Error, PgtrickleError) as error:
+            self.progress.failed.add(error, [table])
+            raise
+
+    def _check_passed(self, tables: Sequence[Decided]) -> None:
+        """Check before the commit that the frontier covers only changes that were read, and that no source was altered.
+
+        Everything that this transaction wrote counts as read. But a user's trigger on a stream table may have written
+        to a source, and that change must be read by a later refresh. Another connection looks for new partitions,
+        because the snapshot of this one is too old to show them.
+        """
+        conn = self.runner.conn
+        row = conn.execute(
+            "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
+            " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"
+            " FROM pgtrickle.pgt_change_tracking t JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid"
+            " WHERE s.pgt_id = ANY (%s))",
+            (
+                [source.stable_name for table in tables for source in table.sources if not source.database],
+                [table.row.pgt_id for table in tables],
+            ),
+        ).fetchone()
+        if row != (0,):
+            raise NotAtomicError("a trigger of the group writes into one of its sources")
+        with another(conn) as fresh:
+            # This also finds triggers that are newer than the snapshot of the group's transaction.
+            if not all(table.row.own for table in tables):
+                fresh.execute("SELECT pgtrickle._check_commit(%s)", (conn.info.backend_pid,))
+            if altered_since(fresh, tables) or self.sites.altered(tables, self.progress.failed):
+                raise NotAtomicError("partitions came or went")
 
 
-def _check_passed(engine: Engine, works: Sequence[Work], ids: Sequence[int]) -> None:
-    """Check before the commit that the frontier covers only changes that were read, and that no source was altered.
-
-    Everything that this transaction wrote counts as read. But a user's trigger on a stream table may have written to a
-    source, and that change must be read by a later refresh. Another connection looks for new partitions, because the
-    snapshot of this one is too old to show them.
-    """
-    row = engine.conn.execute(
-        "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
-        " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"
-        " FROM pgtrickle.pgt_change_tracking t JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid"
-        " WHERE s.pgt_id = ANY (%s))",
-        ([source.stable_name for work in works for source in work.sources if not source.database], list(ids)),
-    ).fetchone()
-    if row != (0,):
-        raise NotAtomicError("a trigger of the group writes into one of its sources")
-    with another(engine.conn) as fresh:
-        # This also finds triggers that are newer than the snapshot of the group's transaction.
-        if not all(work.row.own for work in works):
-            fresh.execute("SELECT pgtrickle._check_commit(%s)", (engine.conn.info.backend_pid,))
-        if engine.altered(fresh, works) or engine.remote.altered(works):
-            raise NotAtomicError("partitions came or went")
+def _blame(tables: Sequence[StreamTable], error: Exception, progress: Progress) -> None:
+    """Let all of these stream tables fail with an error that belongs to none of them in particular."""
+    if len(progress.failed.healthy(tables)) == len(tables):
+        progress.failed.add(error, tables)
 
 
-def _blame(works: Sequence[Work], error: Exception) -> None:
-    """Set an error that belongs to no stream table in particular on all of them."""
-    if all(work.error is None for work in works):
-        for work in works:
-            work.error = error
-
-
-def _raise_first(works: Sequence[Work]) -> None:
-    for work in works:
-        if work.error is not None:
-            raise work.error
+def _raise_first(tables: Sequence[StreamTable], progress: Progress) -> None:
+    for table in tables:
+        error = progress.failed.of(table)
+        if error is not None:
+            raise error

@@ -6,20 +6,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pgtrickle.errors import RefreshConflictError
-from pgtrickle.refresh.apply.load import Delta
 from pgtrickle.refresh.failures import failure_of
 
 
 @dataclass
 class Phases:
-    """Seconds per phase, and the delta on its way from Spark to the apply."""
+    """Seconds per phase."""
 
     cut: float = 0.0
     fetch: float = 0.0
     plan: float = 0.0
     spark: float = 0.0
     apply: float = 0.0
-    delta: Delta | None = None
 
     def seconds(self) -> dict[str, float]:
         return {name: round(getattr(self, name), 6) for name in ("cut", "fetch", "plan", "spark", "apply")}

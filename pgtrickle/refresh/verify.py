@@ -11,24 +11,24 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.stream_table import StreamTableRow
+from pgtrickle.enums import Storage
 from pgtrickle.errors import PgtrickleError, PrivilegeError
+from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh.failures import LONGEST_MESSAGE
-from pgtrickle.refresh.snapshot_reader import TRANSPORT
-from pgtrickle.refresh.work import Work
-
-if TYPE_CHECKING:
-    from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.fetch.fetching import TRANSPORT
+from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.stages import Computed
 
 ATTEMPTS = 5
 EXAMPLES = 10  # rows shown of each kind
@@ -83,8 +83,8 @@ def verify(engine: Engine, pgt_id: int) -> Verification:
         return Verification(pgt_id, row.label, None, reason)
     found: list[Verification] = []
 
-    def compare(work: Work) -> None:
-        found[:] = [_compare(engine.conn, work)]
+    def compare(computed: Computed) -> None:
+        found[:] = [_compare(engine.conn, computed)]
 
     for _ in range(ATTEMPTS):
         # A large change, for example, cannot be refreshed in one transaction. It is refreshed in several, after which
@@ -125,7 +125,7 @@ def answer_requests(engine: Engine, pgt_id: int) -> Verification:
 
 
 def _cannot_compare(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:
-    if row.on_nodes or row.st_placement != "local":
+    if row.on_nodes or row.st_placement != Storage.LOCAL:
         return "it reads or is a table that Citus distributes"
     if row.databases:
         return f"it reads other databases ({', '.join(row.databases)}), and no query of this one gives its rows"
@@ -134,9 +134,9 @@ def _cannot_compare(conn: psycopg.Connection[Any], row: StreamTableRow) -> str |
     return None
 
 
-def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
+def _compare(conn: psycopg.Connection[Any], computed: Computed) -> Verification:
     """Compare in the transaction that refreshed the stream table, and record the result there."""
-    row = work.row
+    row = computed.row
     columns = _columns(conn, row)
     names = tuple(columns)
     table = sql.Identifier(row.pgt_schema, row.pgt_name)
@@ -171,7 +171,7 @@ def _compare(conn: psycopg.Connection[Any], work: Work) -> Verification:
         round(query_seconds, 6),
         round(table_seconds, 6),
     )
-    _record(conn, work, result)
+    _record(conn, computed.frontier, result)
     return result
 
 
@@ -307,8 +307,7 @@ def _run_as_owner(
     return conn.execute(call).fetchall()
 
 
-def _record(conn: psycopg.Connection[Any], work: Work, result: Verification) -> None:
-    assert work.frontier is not None
+def _record(conn: psycopg.Connection[Any], frontier: Frontier, result: Verification) -> None:
     conn.execute(
         "INSERT INTO pgtrickle.pgt_verifications (pgt_id, equal, row_count, missing, unexpected, query_seconds,"
         " table_seconds, frontier) VALUES (%s, %s, %s, %s, %s, %s, %s, %s)",
@@ -320,7 +319,7 @@ def _record(conn: psycopg.Connection[Any], work: Work, result: Verification) -> 
             result.unexpected,
             result.query_seconds,
             result.table_seconds,
-            Jsonb(work.frontier.to_json()),
+            Jsonb(frontier.to_json()),
         ),
     )
     if not result.equal:

@@ -111,11 +111,13 @@ class ServiceConfig:
     http: str | None = "127.0.0.1:9187"
     broker: BrokerConfig = BrokerConfig()
     log_format: str = "text"
+    log_level: str = "info"
     trusted_owners: tuple[str, ...] = ()  # roles whose catalogs are served, on all servers and in registered databases
     dsn_policy: DsnPolicy = field(default_factory=DsnPolicy)  # for DSNs of registered databases
 
 
 _SERVICE_KEYS = {"lease_seconds", "list_seconds", "replica_seconds", "drain_seconds"}
+_CHOICES = {"log_format": ("text", "json"), "log_level": ("info", "debug")}
 _LISTS = {"trusted_owners", "dsn_variables", "dsn_options"}
 _BROKER_FILES = {"broker_certificate": "certificate", "broker_key": "key", "broker_ca": "ca"}
 
@@ -203,12 +205,12 @@ def _service(path: Path, config: ServiceConfig, entry: Mapping[str, Any]) -> Ser
             broker["listen"] = value
         elif name in _BROKER_FILES and isinstance(value, str):
             broker[_BROKER_FILES[name]] = Path(value)
-        elif name == "log_format" and value in ("text", "json"):
+        elif name in _CHOICES and value in _CHOICES[name]:
             changes[name] = value
         elif name in _LISTS:
             lists[name] = _names(f"{path}: [service]", name, value)
         else:
-            others = {"http", "broker", "log_format"} | _LISTS
+            others = {"http", "broker"} | _CHOICES.keys() | _LISTS
             known = ", ".join(sorted(_SERVICE_KEYS | _BROKER_FILES.keys() | others))
             raise ConfigError(f"{path}: [service] cannot have {name} = {value!r}", f"It has {known}.")
     policy = DsnPolicy(lists.get("dsn_variables", DsnPolicy.variables), lists.get("dsn_options", DsnPolicy.options))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -11,7 +11,8 @@ import pytest
 from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.embedded.server import HOST, EmbeddedServer
 from pgtrickle.errors import NotDifferentiableError, SourceChangedError, SourceLockedError
-from pgtrickle.refresh.snapshot_reader import SnapshotReader
+from pgtrickle.refresh.planning.planner import Planner
+from pgtrickle.refresh.stages import Claimed, Planned
 from pgtrickle.sites.remote import cuts
 from pgtrickle.sites.remote.cuts import RemoteCuts
 from tests.support.citus_shop import BUFFERS, CAPTURED, QUERIES, Shop, citus_shop, needs_citus
@@ -331,15 +332,15 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
 def test_a_table_is_made_anew_before_its_query_is_compiled(single: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     single.create("totals", "local")
     single.conn.execute("SET citus.enable_unsafe_triggers = on")
-    compile_unknown, steps = SnapshotReader.compile_unknown, ["SELECT undistribute_table('t')"]
+    plan, steps = Planner.plan, ["SELECT undistribute_table('t')"]
 
-    def meanwhile(self: SnapshotReader, works: Any) -> None:
+    def meanwhile(self: Planner, tables: Sequence[Claimed], *others: Any) -> list[Planned]:
         if steps:
             single.conn.execute(steps.pop().encode())
-            self.programs.plans.forget(works[0].row.pgt_id)
-        compile_unknown(self, works)
+            self.programs.plans.forget(tables[0].row.pgt_id)
+        return plan(self, tables, *others)
 
-    monkeypatch.setattr(SnapshotReader, "compile_unknown", meanwhile)
+    monkeypatch.setattr(Planner, "plan", meanwhile)
     single.change()
     ids = [single.db.stream_table(name).id for name in single.queries]
     outcome = single.db.engine.attempt(ids, "TEST")

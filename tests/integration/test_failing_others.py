@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psycopg
@@ -13,10 +13,11 @@ from click.testing import CliRunner
 import pgtrickle
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import RefreshError, RefreshesFailedError
-from pgtrickle.refresh import pipeline
-from pgtrickle.refresh.compute import spark_jobs
+from pgtrickle.refresh.compute import computing, spark_jobs
 from pgtrickle.refresh.compute.shared_text import Input
-from pgtrickle.refresh.work import Work
+from pgtrickle.refresh.progress import Progress
+from pgtrickle.refresh.stages import Claimed, Fetched
+from pgtrickle.sites.protocol import Sites
 from tests.support.database import TestDatabase
 
 FAILING = {"public.quotients", "public.remainders"}
@@ -79,10 +80,10 @@ def test_a_level_that_fails_as_a_whole_does_not_stop_the_next(
     conn.execute("INSERT INTO numbers VALUES (1, 5)")
     read = db.engine.reading.read
 
-    def broken(works: list[Work]) -> None:
-        if any(work.row.pgt_name == "quotients" for work in works):
+    def broken(tables: Sequence[Claimed], sites: Sites, progress: Progress) -> list[Fetched]:
+        if any(table.row.pgt_name == "quotients" for table in tables):
             raise psycopg.errors.IoError("the disk is not well")
-        read(works)
+        return read(tables, sites, progress)
 
     monkeypatch.setattr(db.engine.reading, "read", broken)
     with pytest.raises(RefreshesFailedError, match=r"3 of 5 .*public.named: the disk is not well"):
@@ -105,7 +106,7 @@ def test_what_spark_cannot_compute_concerns_nobody_above(
             raise RefreshError("Spark could not compute the change: no memory")
         return list(run(jobs))
 
-    monkeypatch.setattr(pipeline, "run_jobs", failing)
+    monkeypatch.setattr(computing, "run_jobs", failing)
     with pytest.raises(RefreshError, match=r"public.named: Spark could not"):
         db.refresh(["named", "counted"])
     assert db.history("counted")[0]["action"] == "NO_DATA"

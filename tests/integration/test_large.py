@@ -130,14 +130,14 @@ def test_large_and_small_refreshes_at_once_keep_their_settings(
         with met:
             found.append((is_large, settings_of(large_session() if is_large else spark_session())))
 
-    compute = large.LargeWork._compute
+    compute = large.LargeRefresh._compute
     used: list[str] = []
 
-    def computed(work: large.LargeWork, job: Job, stage: str) -> Staged | None:
+    def computed(work: large.LargeRefresh, job: Job, stage: str) -> Staged | None:
         used.append(settings_of(next(iter(work._frames.values())).sparkSession))
         return compute(work, job, stage)
 
-    monkeypatch.setattr(large.LargeWork, "_compute", computed)
+    monkeypatch.setattr(large.LargeRefresh, "_compute", computed)
     with ThreadPoolExecutor(len(queries)) as pool:
         list(pool.map(refresh, range(len(queries))))
     assert used == ["32", "32"]

@@ -11,8 +11,7 @@ import pytest
 import pgtrickle
 from pgtrickle.errors import NotDifferentiableError
 from pgtrickle.query.budget import Budget
-from pgtrickle.refresh import snapshot_reader
-from pgtrickle.refresh.planning import programs
+from pgtrickle.refresh.planning import job_planner, programs
 from tests.support.database import TestDatabase
 
 TABLES = 21
@@ -97,7 +96,7 @@ def test_a_plan_that_costs_too_much_at_a_refresh_concerns_its_stream_table_alone
     db.create_stream_table("always", queries["always"], refresh_mode="DIFFERENTIAL", initialize=False)
     db.create_stream_table("small", queries["small"], initialize=False)
     db.refresh_all()
-    monkeypatch.setattr(snapshot_reader, "Budget", lambda: Budget(operators=40))
+    monkeypatch.setattr(job_planner, "Budget", lambda: Budget(operators=40))
     conn.execute("INSERT INTO r0 VALUES (6, 1, 'new')")
     for _ in range(2):  # the second time without planning it again
         with pytest.raises(

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 import pgtrickle
-from pgtrickle.refresh.work import OnStep
+from pgtrickle.refresh.progress import OnStep
 from tests.support.database import APP_ROLE, TestDatabase
 from tests.support.oracle import assert_equal_to_query
 

@@ -50,13 +50,20 @@ class ServiceProcess:
     Its files (configuration, log) are in `directory`. Its counters are read from /metrics.
     """
 
-    def __init__(self, directory: Path, *servers: ServerConfig, step: str = "", lease_seconds: float = 3.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *servers: ServerConfig,
+        step: str = "",
+        lease_seconds: float = 3.0,
+        log_level: str = "info",
+    ) -> None:
         self.step = step
         self._address = f"127.0.0.1:{_free_port()}"
         seconds = {"lease_seconds": lease_seconds, "list_seconds": 0.5, "replica_seconds": 0.5}
         config = directory / f"{_number(directory)}.toml"
         service: dict[str, float | str | list[str]] = {**seconds, "http": self._address, "log_format": "json"}
-        service["trusted_owners"] = [APP_ROLE]
+        service |= {"trusted_owners": [APP_ROLE], "log_level": log_level}
         config.write_text(_toml(service, servers), encoding="utf-8")
         self.log_path = config.with_suffix(".log")
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PG")}

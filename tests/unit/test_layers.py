@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2] / "pgtrickle"
 
 # A package may import those of earlier lines, and itself. `pgtrickle` is the facade, pgtrickle/__init__.py.
 LAYERS = (
-    {"_version", "errors"},
+    {"_version", "enums", "errors"},
     {"query", "frontier", "embedded"},
     {"ivm"},
     {"compile"},
@@ -26,14 +26,10 @@ LAYERS = (
 # No connection and no Spark here: of psycopg nothing but the composition of SQL.
 PURE = {"query", "ivm", "compile", "frontier"}
 # What the command line goes through.
-CLI_USES = {"_version", "errors", "api", "service", "observability", "demo", "cli"}
+CLI_USES = {"_version", "enums", "errors", "api", "service", "observability", "demo", "cli"}
 
 # Exceptions of today, by importing and imported module. Each list may only become shorter.
-UPWARDS = {
-    ("sites.remote.cuts", "refresh.work"),
-    ("sites.remote.databases", "refresh.work"),
-    ("sites.remote.functions", "refresh.work"),
-}
+UPWARDS: set[tuple[str, str]] = set()
 CLI_BYPASSES = {
     ("cli.commands.prepare", "spark.prepare"),
     ("cli.commands.prepare", "spark.progress"),
@@ -43,7 +39,7 @@ CLI_BYPASSES = {
     ("cli.commands.run", "spark.session"),
     ("cli.commands.tune", "spark.session"),
     ("cli.commands.verify", "spark.progress"),
-    ("cli.common", "refresh.work"),
+    ("cli.common", "refresh.progress"),
     ("cli.diagnostics", "catalog.install"),
     ("cli.diagnostics", "catalog.problems"),
     ("cli.diagnostics", "postgres.connection"),
@@ -53,7 +49,6 @@ CLI_BYPASSES = {
 }
 CYCLES = {
     ("query.subqueries", "query.binder"),
-    ("refresh.atomic_group", "refresh.pipeline"),
 }
 
 

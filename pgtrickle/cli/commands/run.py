@@ -35,6 +35,9 @@ Examples:
 )
 @click.option("--http", help="host:port for /metrics, /healthz and /readyz (127.0.0.1:9187; '' for none).")
 @click.option("--log-format", type=click.Choice(["text", "json"]), help="How log lines are written (text).")
+@click.option(
+    "--log-level", type=click.Choice(["info", "debug"]), help="debug also logs every stage of every refresh (info)."
+)
 @click.option("--drain-seconds", type=float, help="How long running refreshes may take when the service ends (30).")
 @click.option("--database", "databases", multiple=True, help="Only this database; may be given more than once.")
 @click.option(
@@ -54,6 +57,7 @@ def run(
     path: Path | None,
     http: str | None,
     log_format: str | None,
+    log_level: str | None,
     drain_seconds: float | None,
     databases: tuple[str, ...],
     max_connections: int | None,
@@ -70,7 +74,7 @@ def run(
     from pgtrickle.service.config import load_config
 
     dsn = dsn or os.environ.get("PGTRICKLE_DSN")
-    given = {"http": http, "log_format": log_format, "drain_seconds": drain_seconds}
+    given = {"http": http, "log_format": log_format, "log_level": log_level, "drain_seconds": drain_seconds}
     _run_service(load_config(path, dsn, databases, max_connections, trusted_owners, **given))
 
 
@@ -82,7 +86,7 @@ def _run_service(config: ServiceConfig) -> None:
     from pgtrickle.spark.session import check_java, spark_session, stop_spark
 
     check_java()
-    log_to_stderr(config.log_format)
+    log_to_stderr(config.log_format, config.log_level)
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
@@ -118,8 +122,7 @@ def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
         require_trusted(database.conn, Trust(frozenset(trusted_owners), database_owner=True))
         require_installed(database.conn)
         with quiet_jvm(), RefreshProgress(1) as progress:
-            database.engine.on_step = progress.step
-            counts = database.serve_requests()
+            counts = database.serve_requests(on_step=progress.step)
     done, failed, postponed = (counts.get(status, 0) for status in ("DONE", "FAILED", "PENDING"))
     click.echo(f"{done} done, {failed} failed, {postponed} postponed")
     if failed:

@@ -54,7 +54,7 @@ _reading = threading.Lock()  # one large refresh reads at a time, and leaves one
 
 
 @dataclass
-class LargeWork:
+class LargeRefresh:
     """One stream table's refresh on the executors."""
 
     conn: psycopg.Connection[Any]

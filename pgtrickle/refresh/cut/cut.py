@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -26,9 +26,8 @@ from pgtrickle.postgres.transactions import (
     limit_cut,
 )
 from pgtrickle.sites.citus.shards import Shards, shards_here
-
-if TYPE_CHECKING:
-    from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.stream_tables import RemoteReading
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class Cut:
     merge_mb: str  # memory for sorts and hashes of an apply
     writes: bool = False  # the cut's transaction also writes, which other connections do not see
     others: Mapping[str, RemoteCut] = field(default_factory=dict)  # cuts of remote databases, by name
+    readings: Mapping[int, RemoteReading] = field(default_factory=dict)  # what each stream table reads in them, by id
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a coordinator, by distributed table
 
 
@@ -88,7 +88,7 @@ def take_cut(
             locked,
             row["merge_mb"],
             writes,
-            shards=shards_here(conn, spread),
+            shards=shards_here(conn, spread) if spread else {},
         )
 
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from pgtrickle.catalog.stream_table import StreamTableRow
+from pgtrickle.enums import Action, RefreshMode
 from pgtrickle.errors import NotDifferentiableError
 from pgtrickle.frontier.frontier import Frontier
-from pgtrickle.refresh.cut.sources import Source
 from pgtrickle.refresh.planning.compiled import Compiled
-
-Action = Literal["NO_DATA", "DIFFERENTIAL", "FULL", "REINITIALIZE"]
+from pgtrickle.sites.source import Source
 
 
 @dataclass(frozen=True)
 class Decision:
     action: Action
     reason: str | None
-    mode: Literal["DIFFERENTIAL", "FULL"]
+    mode: RefreshMode  # DIFFERENTIAL or FULL: the effective mode
     mode_reason: str | None
     retrack: tuple[int, ...] = ()  # sources whose capture no longer fits them
     by_cost: bool = False  # a full refresh because it is cheaper this time
@@ -37,11 +35,11 @@ _MARKERS = {
 
 def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], now: Frontier) -> Decision:
     """The action for one stream table at this cut."""
-    mode: Literal["DIFFERENTIAL", "FULL"] = "DIFFERENTIAL"
+    mode = RefreshMode.DIFFERENTIAL
     reason: str | None = None
     uncaptured = [source.label for source in sources if not source.captured]
-    if row.refresh_mode == "FULL" and (compiled.program is not None or not row.in_parts):
-        mode, reason = "FULL", "refresh_mode is FULL"
+    if row.refresh_mode == RefreshMode.FULL and (compiled.program is not None or not row.in_parts):
+        mode, reason = RefreshMode.FULL, "refresh_mode is FULL"
     elif compiled.program is None and row.in_parts:
         # The view would read stand-in tables, which are empty, or have Citus read nodes at different points in time.
         part = f": {compiled.fragment}" if compiled.fragment else ""
@@ -53,17 +51,17 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
             f"Change that part of the query, or what it uses{way}.",
         )
     elif compiled.program is None:
-        mode, reason = "FULL", compiled.reason
+        mode, reason = RefreshMode.FULL, compiled.reason
         if compiled.fragment:
             reason = f"{reason}: {compiled.fragment}"
-        if row.refresh_mode == "DIFFERENTIAL":
+        if row.refresh_mode == RefreshMode.DIFFERENTIAL:
             raise NotDifferentiableError(
                 f"{row.label} cannot be maintained differentially: {reason}",
                 "Use refresh_mode AUTO or FULL, or change that part of the query.",
             )
     elif uncaptured:
-        mode, reason = "FULL", f"changes of {', '.join(uncaptured)} are not captured"
-    polled = bool(uncaptured) or _follows_time(compiled.reason)
+        mode, reason = RefreshMode.FULL, f"changes of {', '.join(uncaptured)} are not captured"
+    polled = bool(uncaptured) or compiled.time_dependent
     known = Frontier.from_json(row.frontier)
     again = _must_start_over(row, sources, known, now)
     if again is not None:
@@ -78,28 +76,25 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
                 or "SCHEMA" in source.markers
             )
         )
-        return Decision("REINITIALIZE", again, mode, reason, stale, polled=polled)
+        return Decision(Action.REINITIALIZE, again, mode, reason, stale, polled=polled)
     if (
-        mode == "DIFFERENTIAL"
-        and row.effective_mode != "DIFFERENTIAL"
+        mode is RefreshMode.DIFFERENTIAL
+        and row.effective_mode != RefreshMode.DIFFERENTIAL
         and compiled.program
         and compiled.program.additive
     ):
         # While the query had no differential plan, its state table was not maintained.
-        return Decision("FULL", "the state of its groups was not kept while it was refreshed in full", mode, reason)
+        return Decision(
+            Action.FULL, "the state of its groups was not kept while it was refreshed in full", mode, reason
+        )
     moved = any(source.changed for source in sources)
-    if mode == "FULL":
+    if mode is RefreshMode.FULL:
         if sources and not moved and not polled:
-            return Decision("NO_DATA", "no source changed", mode, reason)
-        return Decision("FULL", reason, mode, reason, polled=polled)
+            return Decision(Action.NO_DATA, "no source changed", mode, reason)
+        return Decision(Action.FULL, reason, mode, reason, polled=polled)
     if not moved:
-        return Decision("NO_DATA", "no source changed", mode, reason)
-    return Decision("DIFFERENTIAL", None, mode, reason)
-
-
-def _follows_time(reason: str | None) -> bool:
-    """Whether the reason for FULL means that the result may change although the sources do not."""
-    return reason is not None and ("current time" in reason or reason.startswith("STABLE functions"))
+        return Decision(Action.NO_DATA, "no source changed", mode, reason)
+    return Decision(Action.DIFFERENTIAL, None, mode, reason)
 
 
 def _must_start_over(

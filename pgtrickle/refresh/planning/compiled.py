@@ -18,4 +18,5 @@ class Compiled:
     reason: str | None
     fragment: str | None = None
     functions: tuple[str, ...] = ()  # user-defined functions, operators and types that it uses
+    time_dependent: bool = False  # the result may change although the sources do not
     own_code: bool = True  # it may run user-defined code

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -14,6 +14,7 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from pgtrickle.catalog.analysis import GONE, Analysis, aggregate_names
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import Placement
 from pgtrickle.errors import PrivilegeError, SourceChangedError
 from pgtrickle.ivm.program import Program, build_program
@@ -25,9 +26,6 @@ from pgtrickle.query.plan import Relation, scans_of
 from pgtrickle.query.unsupported import Unsupported
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.jobs import Job, check_cost
-
-if TYPE_CHECKING:
-    from pgtrickle.catalog.stream_table import StreamTableRow
 
 MOST_JOBS = 32  # cached per stream table
 
@@ -89,10 +87,13 @@ class Programs:
         self.plans.found += found is not None
         return found
 
-    def compile_for(self, row: StreamTableRow, shape: str) -> None:
+    def compile_for(self, row: StreamTableRow, shape: str) -> Compiled:
+        """Compile a stream table's query, and cache the result."""
         called = self.conn.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (row.view_relid,)).fetchall()
         compiled = self.compile_stored(row, shape)
-        self.plans.put(row.pgt_id, replace(compiled, functions=tuple(sorted(name for (name,) in called))))
+        compiled = replace(compiled, functions=tuple(sorted(name for (name,) in called)))
+        self.plans.put(row.pgt_id, compiled)
+        return compiled
 
     def compile_stored(self, row: StreamTableRow, shape: str) -> Compiled:
         """Compile a stream table's query, with its owner's rights if the analysis may run the owner's code."""
@@ -143,7 +144,7 @@ class Programs:
                     _check_columns(program)
                     check_cost(program, placement)
             except Unsupported as error:
-                return Compiled(shape, own, None, error.reason, error.fragment)
+                return Compiled(shape, own, None, error.reason, error.fragment, time_dependent=error.time_dependent)
             except psycopg.errors.InsufficientPrivilege as error:
                 raise PrivilegeError(
                     f"the query cannot be analysed: {error.diag.message_primary}",
@@ -183,11 +184,12 @@ class Programs:
             ).fetchone()
         assert row is not None
         if row["timed"]:
-            raise Unsupported("the query depends on the current time")
+            raise Unsupported("the query depends on the current time", time_dependent=True)
         if row["volatile"]:
             raise Unsupported(f"the query calls VOLATILE functions: {row['volatile']}")
         if row["stable"]:
-            raise Unsupported(f"STABLE functions may change without their arguments: {row['stable']}")
+            reason = f"STABLE functions may change without their arguments: {row['stable']}"
+            raise Unsupported(reason, time_dependent=True)
         if row["sets"]:
             raise Unsupported("set-returning functions are not maintained differentially")
 

@@ -18,31 +18,12 @@ from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, limit_cut
 from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.citus.shards import Shards, shards_here
-
-
-@dataclass(frozen=True)
-class ForeignSource:
-    """A table of a remote database that a stream table reads, as the home database has it."""
-
-    pgt_id: int
-    database: str
-    relid: int  # OID of its stand-in in the home database
-    there: int  # OID in its own database
-    node: str  # of the database that it is in
-    schema: str
-    name: str
-    shape: str
-    shard: bool  # it is the table of a set member
-    resolved: bool  # its stand-in is a foreign table of postgres_fdw
-    redirected: bool  # that foreign table points to another table by now
-    consumer: str
-    label: str
-    columns: list[int]
+from pgtrickle.sites.source import ForeignSource
 
 
 @dataclass(frozen=True)
 class Consumed:
-    """Such a table as its own database has it at the cut, for one consumer."""
+    """A source as its own database has it at the cut, for one consumer."""
 
     consumer: str
     relid: int

@@ -9,10 +9,10 @@ keeps changes that the stream table still needs from being purged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.rows import class_row
@@ -20,16 +20,18 @@ from psycopg.rows import class_row
 from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.gate import is_administrator, pass_gate
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
-from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.sites.broker import Brokers, Interest
+from pgtrickle.sites.failures import Failures
+from pgtrickle.sites.protocol import Interests
 from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, errors_naming
-from pgtrickle.sites.remote.cut import ForeignSource
 from pgtrickle.sites.remote.foreign_servers import ForeignServers
 from pgtrickle.sites.remote.functions import replaced_functions
+from pgtrickle.sites.source import ForeignSource
+from pgtrickle.sites.stream_tables import CutStreamTable, StreamTable, known_of
 
-if TYPE_CHECKING:
-    from pgtrickle.refresh.work import Work
+R = TypeVar("R", bound=CutStreamTable)
 
 
 @dataclass
@@ -63,9 +65,9 @@ class RemoteDatabases:
         with self.open(name) as conn, errors_naming(name):
             return conn.execute(query.encode(), parameters).fetchall()
 
-    def sources(self, works: Sequence[Work]) -> list[ForeignSource]:
+    def sources(self, rows: Iterable[StreamTableRow]) -> list[ForeignSource]:
         """The tables of remote databases that these stream tables read."""
-        ids = [work.row.pgt_id for work in works if work.row.databases]
+        ids = [row.pgt_id for row in rows if row.databases]
         if not ids:
             return []
         with self.home.cursor(row_factory=class_row(ForeignSource)) as cursor:
@@ -79,33 +81,31 @@ class RemoteDatabases:
         ).fetchall()
         return {name: dsn_from(self.home, name, dsn) for name, dsn in rows}
 
-    def want(self, works: Sequence[Work]) -> None:
+    def want(self, interests: Interests) -> None:
         """Register with the brokers what they did not offer, to be offered from now on."""
-        wanted: dict[tuple[str, str], tuple[Work, dict[str, Interest]]] = {}
-        for work in works:
-            for database, lacking in work.lacking.items() if work.error is None else ():
-                _, known = wanted.setdefault((database, repr(sorted(work.settings.items()))), (work, {}))
-                for name, interest in lacking.items():
+        wanted: dict[tuple[str, str], tuple[Mapping[str, str], dict[str, Interest]]] = {}
+        for settings, databases in interests:
+            for database, sources in databases.items():
+                _, known = wanted.setdefault((database, repr(sorted(settings.items()))), (settings, {}))
+                for name, interest in sources.items():
                     known.setdefault(name, Interest()).add(interest)
         if self.brokers is None or not wanted:
             return
         dsns = self.dsns({database for database, _ in wanted})
         node = self.home.execute("SELECT pgtrickle._node()").fetchone()
         assert node is not None
-        for (database, _), (work, lacking) in wanted.items():
-            label = self.home.info.dbname
-            self.brokers.want(database, dsns[database], node[0], label, lacking, work.settings)
+        for (database, _), (settings, lacking) in wanted.items():
+            self.brokers.want(database, dsns[database], node[0], self.home.info.dbname, lacking, settings)
 
-    def realign(self, works: Sequence[Work]) -> None:
-        """Update the stand-ins of the works' remote tables."""
-        for work in works:
-            for source in work.foreign:
-                try:
-                    self._look_again(source)
-                except (psycopg.Error, PgtrickleError) as error:
-                    kept = source.shard and work.row.lost_members == "keep" and not is_node(source.database)
-                    if not (kept and isinstance(error, DatabaseFailedError)):
-                        self.note(error, [work])
+    def realign(self, reader: StreamTable, sources: Iterable[ForeignSource], failed: Failures) -> None:
+        """Update the stand-ins of remote tables that a stream table reads."""
+        for source in sources:
+            try:
+                self._look_again(source)
+            except (psycopg.Error, PgtrickleError) as error:
+                kept = source.shard and reader.row.lost_members == "keep" and not is_node(source.database)
+                if not (kept and isinstance(error, DatabaseFailedError)):
+                    self.note(error, [reader], failed)
 
     def _look_again(self, source: ForeignSource) -> None:
         """Update the stand-in of a remote table.
@@ -133,15 +133,16 @@ class RemoteDatabases:
             raise NotThereError(database, table) from error
         pass_gate(self.home, "stand_in", database=database, definition=found)
 
-    def subscribe(self, work: Work, relids: Collection[int]) -> bool:
+    def subscribe(self, reader: StreamTable, relids: Collection[int], failed: Failures) -> bool:
         """Set up capture for a stream table, or make it fit tables that were altered; return whether that succeeded."""
         if not relids:
             return True
         if not is_administrator(self.home):  # for others, the service subscribes to nodes at the first refresh
-            relids = {one.relid for one in self.sources([work]) if one.relid in relids and not is_node(one.database)}
-        work.foreign = [source for source in self.sources([work]) if source.relid in relids]
-        self.realign([work])
-        for source in self.sources([work]) if work.error is None else ():
+            relids = {
+                one.relid for one in self.sources([reader.row]) if one.relid in relids and not is_node(one.database)
+            }
+        self.realign(reader, [source for source in self.sources([reader.row]) if source.relid in relids], failed)
+        for source in self.sources([reader.row]) if failed.of(reader) is None else ():
             if source.relid not in relids:
                 continue
             try:
@@ -151,15 +152,14 @@ class RemoteDatabases:
                     (source.consumer, source.label, source.there, source.columns),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self.note(error, [work])
-        return work.error is None
+                self.note(error, [reader], failed)
+        return failed.of(reader) is None
 
-    def note(self, error: Exception, works: Sequence[Work]) -> None:
-        """Set an error of a remote database on the works that read it; raise it if the home connection is lost."""
+    def note(self, error: Exception, readers: Iterable[StreamTable], failed: Failures) -> None:
+        """Let the readers of a remote database fail with its error; raise it if the home connection is lost."""
         if self.home.broken or self.home.closed:
             raise error
-        for work in works:
-            work.error = error
+        failed.add(error, readers)
 
     def unsubscribe_dropped(self, databases: Sequence[str]) -> None:
         """Remove the subscriptions of dropped stream tables from these databases."""
@@ -177,15 +177,15 @@ class RemoteDatabases:
         ).fetchall()
         return Kept(node[0], tuple((f"{node[0]}/{pgt_id}", there) for pgt_id, there in rows))
 
-    def prove(self, works: Sequence[Work]) -> None:
+    def prove(self, readers: Sequence[CutStreamTable], failed: Failures) -> None:
         """Commit the proofs of this refresh in the databases from which something was read, between cut and apply."""
-        moved_on: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
-        for work in works:
-            for database, proof in _new_proofs(work).items() if work.error is None else ():
-                moved_on[database, proof, work.incarnations[database]].append(work)
+        moved_on: dict[tuple[str, str, str], list[CutStreamTable]] = defaultdict(list)
+        for reader in failed.healthy(readers):
+            for database, proof in _new_proofs(reader).items():
+                moved_on[database, proof, reader.remote.incarnations[database]].append(reader)
         for (database, proof, incarnation), moved in moved_on.items():
-            before = [known_of(work, database) for work in moved]
-            consumers = [work.foreign[0].consumer for work in moved]
+            before = [known_of(reader.row, database) for reader in moved]
+            consumers = [reader.remote.sources[0].consumer for reader in moved]
             try:
                 ((number,),) = self.ask(
                     database,
@@ -199,22 +199,24 @@ class RemoteDatabases:
                     ),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self.note(error, moved)
+                self.note(error, moved, failed)
                 continue
             if number == len(moved):
                 continue
-            for work in moved:
-                why = "was restarted while it was read" if number < 0 else f"forgot that {work.row.label} reads it"
-                work.error = DatabaseFailedError(f"database {database} {why}", "The next refresh reads it again.")
+            for reader in moved:
+                why = "was restarted while it was read" if number < 0 else f"forgot that {reader.row.label} reads it"
+                failed.add(
+                    DatabaseFailedError(f"database {database} {why}", "The next refresh reads it again."), [reader]
+                )
 
-    def altered(self, works: Sequence[Work]) -> list[Work]:
-        """The works whose remote sources have other partitions, triggers or functions than when they were read."""
-        found = replaced_functions(self, works)
-        for database in dict.fromkeys(name for work in works for name in work.cut_databases):
+    def altered(self, readers: Sequence[R], failed: Failures) -> list[R]:
+        """Those whose remote sources have other partitions, triggers or functions than when they were read."""
+        found = replaced_functions(self, readers, failed)
+        for database in dict.fromkeys(name for reader in readers for name in reader.remote.databases):
             signatures = {
                 source.there: source.signature
-                for work in works
-                for source in work.sources
+                for reader in readers
+                for source in reader.sources
                 if source.database == database and source.attached
             }
             try:
@@ -224,18 +226,20 @@ class RemoteDatabases:
                     (list(signatures),),
                 )
             except (psycopg.Error, PgtrickleError) as error:
-                self.note(error, [work for work in works if database in work.row.databases])
+                self.note(error, [reader for reader in readers if database in reader.row.databases], failed)
                 continue
             altered = {relid for relid, signature in rows if signature != signatures[relid]}
             found += [
-                work for work in works if any(one.database == database and one.there in altered for one in work.sources)
+                reader
+                for reader in readers
+                if any(one.database == database and one.there in altered for one in reader.sources)
             ]
         return found
 
-    def purge(self, works: Sequence[Work]) -> None:
+    def purge(self, readers: Sequence[CutStreamTable]) -> None:
         """Purge changes that all their readers have applied. If that fails, a later refresh does it."""
-        for database in dict.fromkeys(name for work in works for name in work.cut_databases):
-            names = {one.stable_name for work in works for one in work.sources if one.database == database}
+        for database in dict.fromkeys(name for reader in readers for name in reader.remote.databases):
+            names = {one.stable_name for reader in readers for one in reader.sources if one.database == database}
             try:
                 self.ask(
                     database,
@@ -247,19 +251,11 @@ class RemoteDatabases:
                     raise
 
 
-def known_of(work: Work, database: str) -> Reflected | None:
-    """The stored frontier's entry for a remote database."""
-    frontier = Frontier.from_json(work.row.frontier)
-    return frontier.databases.get(database) if frontier is not None else None
-
-
-def _new_proofs(work: Work) -> dict[str, str]:
+def _new_proofs(reader: CutStreamTable) -> dict[str, str]:
     """The proofs in the frontier to store that are not in the stored one, by database."""
-    if work.frontier is None:
-        return {}
     found = {}
-    for database, now in work.frontier.databases.items():
-        before = known_of(work, database)
+    for database, now in reader.frontier.databases.items():
+        before = known_of(reader.row, database)
         if before is None or before.proof != now.proof:
             found[database] = now.proof
     return found

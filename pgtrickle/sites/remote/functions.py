@@ -7,18 +7,18 @@ remote database.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import psycopg
 
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.errors import PgtrickleError, SourceChangedError
+from pgtrickle.sites.failures import Failures
 from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.stream_tables import CutStreamTable, PlannedStreamTable, StreamTable
 
-if TYPE_CHECKING:
-    from pgtrickle.refresh.work import Work
-
+R = TypeVar("R", bound=CutStreamTable)
 _DESCRIBE = "SELECT function, definition, version, problem FROM pgtrickle._describe_functions(%s)"
 
 
@@ -28,7 +28,7 @@ class Databases(Protocol):
     home: psycopg.Connection[Any]
 
     def ask(self, name: str, query: str, parameters: Sequence[Any]) -> list[tuple[Any, ...]]: ...
-    def note(self, error: Exception, works: Sequence[Work]) -> None: ...
+    def note(self, error: Exception, readers: Iterable[StreamTable], failed: Failures) -> None: ...
 
 
 def describe_functions(remote: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
@@ -51,40 +51,48 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
         )
 
 
-def compare_functions(remote: Databases, cuts: Mapping[str, RemoteCut], works: Sequence[Work]) -> None:
-    """Set an error on works that call a function which is not the same in a database of the cut as at home."""
-    for work in works:
-        work.functions = {}
-        if not work.calls or work.error is not None:
+def compare_functions(
+    remote: Databases, cuts: Mapping[str, RemoteCut], readers: Sequence[PlannedStreamTable], failed: Failures
+) -> dict[int, dict[str, dict[str, str]]]:
+    """The versions of the functions that stream tables call, by stream table and database.
+
+    A stream table fails if it calls a function which is not the same in a database of the cut as at home.
+    """
+    versions: dict[int, dict[str, dict[str, str]]] = {}
+    for reader in failed.healthy(readers):
+        if not reader.functions:
             continue
-        here = {name: one for name, one, _, _ in remote.home.execute(_DESCRIBE, (list(work.calls),)).fetchall()}
-        for database in set(work.row.databases) & cuts.keys():
-            found = cuts[database].conn.execute(_DESCRIBE, (list(work.calls),)).fetchall()
+        names = (list(reader.functions),)
+        here = {name: one for name, one, _, _ in remote.home.execute(_DESCRIBE, names).fetchall()}
+        for database in set(reader.row.databases) & cuts.keys():
+            found = cuts[database].conn.execute(_DESCRIBE, names).fetchall()
             for name, definition, _, problem in found:
                 if problem is not None or definition != here.get(name):
-                    work.error = SourceChangedError(
+                    error = SourceChangedError(
                         f"{_label(name)} cannot be relied on in database {database}:"
                         f" {problem or 'it is not the same as here'}",
                         "Make it the same in both; the next refresh goes on.",
                     )
-            work.functions[database] = {name: version for name, _, version, _ in found}
+                    failed.add(error, [reader])
+            versions.setdefault(reader.row.pgt_id, {})[database] = {name: version for name, _, version, _ in found}
+    return versions
 
 
 def _label(name: str) -> str:
     return name if name.startswith(("operator ", "type ")) else f"function {name}"
 
 
-def replaced_functions(remote: Databases, works: Sequence[Work]) -> list[Work]:
-    """The works that called functions in remote databases which were replaced since the cut."""
+def replaced_functions(remote: Databases, readers: Sequence[R], failed: Failures) -> list[R]:
+    """The stream tables that called functions in remote databases which were replaced since the cut."""
     found = []
-    for work in works:
-        for database, versions in work.functions.items():
+    for reader in readers:
+        for database, versions in reader.remote.functions.items():
             try:
                 rows = remote.ask(database, _DESCRIBE, (list(versions),))
             except (psycopg.Error, PgtrickleError) as error:
-                remote.note(error, [work])
+                remote.note(error, [reader], failed)
                 break
             if {name: version for name, _, version, _ in rows} != versions:
-                found.append(work)
+                found.append(reader)
                 break
     return found
