@@ -38,10 +38,10 @@ def test_a_plain_refresh_touches_no_other_site(
     with pgtrickle.connect(database.dsn) as db:
         db.install()
         db.create_stream_table("named", QUERY)
-        db.refresh("named")
-        conn.execute("UPDATE customer SET name = 'new' WHERE id = 3")
-        with traced() as trace:
-            (result,) = db.refresh("named")
+        for name in ("new", "newer"):  # the second time with a cached plan
+            conn.execute("UPDATE customer SET name = %s WHERE id = 3", (name,))
+            with traced() as trace:
+                (result,) = db.refresh("named")
     assert result.action == "DIFFERENTIAL"
     assert_equal_to_query(conn, "named", QUERY)
     with capsys.disabled():
