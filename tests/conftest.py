@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pooler", action="store_true", help="let pgtrickle connect through PgBouncer in transaction mode"
     )
+    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing them")
 
 
 def pytest_configure() -> None:

@@ -149,6 +149,7 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
         # Function bodies may refer to functions of later files.
         _set_local(conn, "check_function_bodies", "off")
         former = set(conn.execute(_FUNCTIONS).fetchall())
+        _write_templates(conn)
         for script in _scripts("functions"):
             if script.name == "90_grants.sql":
                 # A function that none of the scripts has replaced does not belong to this release.
@@ -164,6 +165,21 @@ _FUNCTIONS = """
 SELECT p.oid::regprocedure::text, p.xmin::text FROM pg_catalog.pg_proc AS p
 WHERE p.pronamespace = 'pgtrickle'::regnamespace AND p.prokind <> 'a'
 """
+
+
+def _write_templates(conn: Connection) -> None:
+    """Create the function that returns the templates of generated functions by name."""
+    cases = [
+        sql.SQL("WHEN {} THEN {}").format(script.name.removesuffix(".sql"), script.read_text(encoding="utf-8"))
+        for script in _templates()
+    ]
+    body = sql.SQL("SELECT CASE name {} END").format(sql.SQL(" ").join(cases))
+    conn.execute(
+        sql.SQL(
+            "CREATE OR REPLACE FUNCTION pgtrickle._template(name text) RETURNS text"
+            " LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp AS {}"
+        ).format(body.as_string(conn))
+    )
 
 
 def _replace_functions(conn: Connection, script: Traversable) -> None:
@@ -380,6 +396,11 @@ def _migrations() -> list[tuple[int, Traversable]]:
 def _scripts(folder: str) -> list[Traversable]:
     scripts = (files("pgtrickle.catalog") / "sql" / folder).iterdir()
     return sorted((script for script in scripts if re.match(r"\d+_.*\.sql$", script.name)), key=lambda s: s.name)
+
+
+def _templates() -> list[Traversable]:
+    folder = files("pgtrickle.catalog") / "sql" / "templates"
+    return sorted(folder.iterdir(), key=lambda script: script.name)
 
 
 def _run(conn: Connection, script: Traversable) -> None:

@@ -106,6 +106,7 @@ AS $$
 DECLARE
     expected record;
     of_column record;
+    parameters jsonb;
 BEGIN
     SELECT array_agg(CASE WHEN attnum = ANY (columns) THEN attname END ORDER BY attnum) AS names,
            array_agg(CASE WHEN attnum = ANY (columns) THEN atttypid END ORDER BY attnum) AS types,
@@ -124,153 +125,23 @@ BEGIN
     INTO of_column
     FROM pg_attribute WHERE attrelid = source AND attnum = ANY (columns);
 
-    RETURN format($body$
-#variable_conflict use_column
-DECLARE
-    wanting text;
-    fits boolean;
-    touched boolean;
-    context text;
-    -- Which of the two tables is written: see _purge(). Either is right, so no lock is needed to know it.
-    spare boolean := coalesce(pg_sequence_last_value('pgtrickle_changes.turn_%1$s') %% 2 = 0, false);
-BEGIN
-    -- Nearly always true, and one expression because each costs a single-row writer about 3 microseconds.
-    IF NOT (TG_NAME = 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' AND TG_RELID = %2$s AND TG_OP <> 'TRUNCATE'
-            AND current_setting('transaction_isolation') = 'read committed'
-            AND pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) <= %4$s) THEN
-        IF TG_NAME <> 'pgtrickle_capture_' || lower(TG_OP) || '_%1$s' THEN
-            RETURN NULL; -- attached by somebody else under another name, it would capture twice
-        ELSIF TG_RELID <> %2$s AND NOT pgtrickle._descends(TG_RELID, %2$s) THEN
-            IF current_setting('transaction_isolation') = 'read committed' THEN
-                RETURN NULL; -- a partition that was detached
-            ELSIF %2$s NOT IN (SELECT pg_partition_ancestors(TG_RELID)) THEN -- which sees the present
-                RAISE EXCEPTION 'could not serialize access to %%, whose parents have changed', TG_RELID::regclass
-                    USING ERRCODE = 'serialization_failure', HINT = 'Retry the transaction.';
-            END IF;
-            wanting := 'SCHEMA'; -- one that was attached after this snapshot
-        ELSIF TG_OP = 'TRUNCATE' THEN
-            wanting := 'TRUNCATE';
-        ELSIF pg_stat_get_live_tuples(CASE WHEN spare THEN '%10$s'::regclass ELSE '%3$s' END) > %4$s
-              AND pgtrickle._overflows('%3$s') THEN
-            wanting := 'OVERFLOW';
-        ELSIF current_setting('transaction_isolation') <> 'read committed' THEN
-            IF NOT coalesce(%5$s, false) THEN
-                fits := false;
-            ELSIF TG_OP = 'DELETE' THEN
-                fits := %6$s;
-            ELSE
-                fits := %7$s;
-            END IF;
-            IF NOT fits THEN
-                wanting := 'SCHEMA';
-            END IF;
-        END IF;
-    END IF;%9$s
-%8$s
+    parameters := jsonb_build_object(
+        'stable_name', stable_name, 'source', source::oid, 'turn', 'pgtrickle_changes.turn_' || stable_name,
+        'buffer', 'pgtrickle_changes.changes_' || stable_name, 'spare', 'pgtrickle_changes.spare_' || stable_name,
+        'buffer_limit', pgtrickle._setting('max_buffer_rows'),
+        'columns', format('(%L::regclass, %L::name[], %L::oid[], %L::int[])',
+                          source::oid, expected.names, expected.types, expected.typmods),
+        'targets', of_column.targets, 'selected', of_column.selected,
+        'new_values', of_column.new_values, 'old_values', of_column.old_values, 'names_match', of_column.named,
+        'old_types_match', CASE kind WHEN 'row' THEN of_column.old_typed
+                                     ELSE format('(SELECT %s FROM __pgt_old AS r LIMIT 1)', of_column.typed) END,
+        'new_types_match', CASE kind WHEN 'row' THEN of_column.new_typed
+                                     ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END);
+    RETURN pgtrickle._fill_template('capture', parameters || jsonb_build_object(
+        'check_merge', CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p'
+                            THEN pgtrickle._template('capture_check_merge') END,
+        'store', pgtrickle._fill_template(CASE kind WHEN 'row' THEN 'capture_row' ELSE 'capture_statement' END, parameters)));
 END
-$body$,
-        stable_name, source::oid, 'pgtrickle_changes.changes_' || stable_name, pgtrickle._setting('max_buffer_rows'), of_column.named,
-        CASE kind WHEN 'row' THEN of_column.old_typed ELSE format('(SELECT %s FROM __pgt_old AS r LIMIT 1)', of_column.typed) END,
-        CASE kind WHEN 'row' THEN of_column.new_typed ELSE format('(SELECT %s FROM __pgt_new AS r LIMIT 1)', of_column.typed) END,
-        format(CASE kind WHEN 'row' THEN pgtrickle._row_capture() ELSE pgtrickle._statement_capture() END,
-               stable_name, 'pgtrickle_changes.changes_' || stable_name,
-               format('(%L::regclass, %L::name[], %L::oid[], %L::int[])',
-                      source::oid, expected.names, expected.types, expected.typmods),
-               of_column.targets, of_column.selected, of_column.new_values, of_column.old_values,
-               'pgtrickle_changes.spare_' || stable_name),
-        CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p' THEN $body$
-    IF TG_OP = 'UPDATE' AND wanting IS NULL THEN
-        GET DIAGNOSTICS context = PG_CONTEXT;
-        IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
-            wanting := 'MERGE';
-        END IF;
-    END IF;$body$ END,
-        'pgtrickle_changes.spare_' || stable_name);
-END
-$$;
-
--- The rows into one of the two tables of a buffer, %2 and %8. PL/pgSQL plans a statement when it is first reached.
-CREATE OR REPLACE FUNCTION pgtrickle._store(rows text) RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$
-    SELECT pg_catalog.format($body$IF spare THEN
-                INSERT INTO %%8$s (__pgt_xid, __pgt_w%%4$s) %1$s;
-            ELSE
-                INSERT INTO %%2$s (__pgt_xid, __pgt_w%%4$s) %1$s;
-            END IF;$body$, rows)
-$$;
-
--- Notes the activity if there are rows and the columns fit, and so sets FOUND. `fits` is true only for old snapshots.
-CREATE OR REPLACE FUNCTION pgtrickle._note(touched text) RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$
-    SELECT pg_catalog.format($body$IF fits THEN
-            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%%1$s', txid_current() WHERE %1$s AND pgtrickle._columns_fit_now%%3$s;
-        ELSE
-            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT '%%1$s', txid_current() WHERE %1$s AND pgtrickle._columns_fit%%3$s;
-        END IF;$body$, touched)
-$$;
-
--- Second half of a capture function with statement triggers: %1 stable name, %2 buffer, %3 what columns are expected,
--- %4 buffer columns, %5 their values in a transition table, %8 the buffer's spare table. RETURN NEW is RETURN NULL
--- without an expression.
-CREATE OR REPLACE FUNCTION pgtrickle._statement_capture() RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$
-    SELECT $body$
-    IF TG_OP = 'INSERT' AND wanting IS NULL THEN
-        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_new)') || $body$
-        IF FOUND THEN
-            $body$ || pgtrickle._store('SELECT txid_current(), 1::int2%5$s FROM __pgt_new AS r') || $body$
-            RETURN NEW;
-        END IF;
-    ELSIF wanting IS NULL THEN
-        $body$ || pgtrickle._note('EXISTS (SELECT FROM __pgt_old)') || $body$
-        IF FOUND AND TG_OP = 'UPDATE' THEN
-            $body$ || pgtrickle._store('
-                    SELECT txid_current(), (-1)::int2%5$s FROM __pgt_old AS r
-                    UNION ALL
-                    SELECT txid_current(), 1::int2%5$s FROM __pgt_new AS r') || $body$
-            RETURN NEW;
-        ELSIF FOUND THEN
-            $body$ || pgtrickle._store('SELECT txid_current(), (-1)::int2%5$s FROM __pgt_old AS r') || $body$
-            RETURN NEW;
-        END IF;
-    END IF;
-    IF TG_OP = 'INSERT' THEN
-        touched := EXISTS (SELECT FROM __pgt_new);
-    ELSIF TG_OP = 'TRUNCATE' OR wanting = 'MERGE' THEN
-        touched := true;
-    ELSE
-        touched := EXISTS (SELECT FROM __pgt_old);
-    END IF;
-    IF touched THEN
-        PERFORM pgtrickle._mark('%1$s', coalesce(wanting, 'SCHEMA'));
-    END IF;
-    RETURN NEW;$body$
-$$;
-
--- The same with row triggers: %6 and %7 are the values in NEW and OLD.
-CREATE OR REPLACE FUNCTION pgtrickle._row_capture() RETURNS text
-LANGUAGE sql IMMUTABLE PARALLEL SAFE
-AS $$
-    SELECT $body$
-    IF wanting IS NULL THEN
-        $body$ || pgtrickle._note('true') || $body$
-        IF FOUND THEN
-            IF TG_OP <> 'INSERT' THEN
-                $body$ || pgtrickle._store('VALUES (txid_current(), -1%7$s)') || $body$
-            END IF;
-            IF TG_OP <> 'DELETE' THEN
-                $body$ || pgtrickle._store('VALUES (txid_current(), 1%6$s)') || $body$
-            END IF;
-            RETURN NULL;
-        END IF;
-    END IF;
-    PERFORM pgtrickle._mark('%1$s', coalesce(wanting, 'SCHEMA'));
-    RETURN NULL;$body$
 $$;
 
 -- Tells all capture functions the limit. Only that: the rest of their text must fit the buffer as it is.
@@ -279,7 +150,7 @@ LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._write_capture_function(
         t.source_stable_name,
-        regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\) (?:>|<=|OPERATOR\(pg_catalog\.<=\))) \d+',
+        regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\)\s+(?:>|<=|OPERATOR\(pg_catalog\.<=\))) \d+',
                        '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'),
         t.capture_kind)
     FROM pgtrickle.pgt_change_tracking AS t

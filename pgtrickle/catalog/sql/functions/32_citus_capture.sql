@@ -62,13 +62,14 @@ $$;
 -- the columns of a transition table when it analyses a statement, whatever the snapshot is, and does so anew after an ALTER; no catalog
 -- is asked. The planner makes a NULL of each CASE, of its column's type, and record_send() writes types. A name that is not found there is found
 -- in `lacking`, with another type.
-CREATE OR REPLACE FUNCTION pgtrickle._types_in(definition jsonb, touched text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._types_in(definition jsonb, transition_table text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format($sql$(SELECT %s) AS lacking,
-                LATERAL (SELECT pg_catalog.record_send(ROW(%s)) AS types FROM %s LIMIT 1) AS r$sql$,
-        string_agg(format('NULL::pg_catalog.%s AS %I', CASE c.type WHEN 'int4'::regtype THEN 'text' ELSE 'int4' END, c.name), ', ' ORDER BY c.attnum),
-        string_agg(format('CASE WHEN false THEN %I END', c.name), ', ' ORDER BY c.attnum), touched)
+    SELECT rtrim(pgtrickle._fill_template('capture_shards_types', jsonb_build_object(
+        'missing_columns', string_agg(format('NULL::pg_catalog.%s AS %I',
+                                             CASE c.type WHEN 'int4'::regtype THEN 'text' ELSE 'int4' END, c.name), ', ' ORDER BY c.attnum),
+        'column_types', string_agg(format('CASE WHEN false THEN %I END', c.name), ', ' ORDER BY c.attnum),
+        'transition_table', transition_table)), E'\n')
     FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)
 $$;
 
@@ -126,73 +127,44 @@ $$;
 --
 -- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format($body$
-#variable_conflict use_column
 DECLARE
-    fits boolean;
-    context text;
+    stable_name text := definition ->> 'stable_name';
+    partitioned boolean := definition -> 'partitioned';
+    turn text := 'pgtrickle_changes.turn_' || stable_name;
+    of_column record;
+    parameters jsonb;
+    operations jsonb;
 BEGIN
-    %2$s%3$sEND IF;
-    IF pg_catalog.to_regclass('pgtrickle_changes.turn_%1$s') IS NOT NULL THEN -- else a new node, which nobody reads yet: who will starts over
-        EXECUTE pgtrickle._store_or_mark('%1$s', TG_OP, TG_RELID, fits, %4$L, %5$L);
-    END IF;
-    RETURN NEW; -- that is NULL, without an expression
+    SELECT '\x' || encode(int4send(count(*)::int) || coalesce(string_agg(oidsend(c.type) || int4send(-1), '' ORDER BY c.attnum), ''), 'hex') AS types,
+           string_agg(', c' || c.attnum, '' ORDER BY c.attnum) AS targets,
+           string_agg(format(', r.%I', c.name), '' ORDER BY c.attnum) AS selected
+    INTO of_column
+    FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid);
+
+    parameters := jsonb_build_object(
+        'stable_name', stable_name, 'turn', turn,
+        -- New nodes get the coordinator's text, and have no sequence.
+        'turn_relation', format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END, turn),
+        'buffer', 'pgtrickle_changes.changes_' || stable_name, 'spare', 'pgtrickle_changes.spare_' || stable_name,
+        'buffer_limit', pgtrickle._setting('max_buffer_rows'), 'expected_types', quote_literal(of_column.types),
+        'partitions_fit', CASE WHEN partitioned THEN format(' AND pgtrickle._partitions_fit(%L)', stable_name) END,
+        'targets', of_column.targets, 'quoted_targets', quote_nullable(of_column.targets), 'quoted_selected', quote_nullable(of_column.selected),
+        -- Every node applies changes of a reference table: the coordinator's are captured.
+        'captured_elsewhere', CASE WHEN definition ->> 'placement' = 'reference' THEN 'pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0'
+                                   ELSE format('TG_NARGS OPERATOR(pg_catalog.>) 0 AND NOT pgtrickle._is_partition(%L, TG_RELID)', stable_name) END);
+    SELECT jsonb_object_agg(o.name, pgtrickle._fill_template('capture_shards_operation', parameters || jsonb_build_object(
+               'actual_types', pgtrickle._types_in(definition, o.transition_table),
+               'changes', pgtrickle._changes_of(upper(o.name), of_column.selected))))
+    INTO operations
+    FROM (VALUES ('insert', '__pgt_new'), ('update', '__pgt_old'), ('delete', '__pgt_old')) AS o (name, transition_table);
+    RETURN pgtrickle._fill_template('capture_shards', parameters || operations || jsonb_build_object(
+        -- A node without a catalog lacks the functions that the guard calls.
+        'guard', CASE WHEN definition ->> 'placement' = 'reference' OR partitioned
+                      THEN pgtrickle._fill_template('capture_shards_guard', parameters) END,
+        'check_merge', CASE WHEN partitioned THEN pgtrickle._fill_template('capture_shards_check_merge', parameters) END));
 END
-$body$,
-        definition ->> 'stable_name',
-        -- A change of a reference table happens on every node: the coordinator's is captured. A node without a catalog has no such functions.
-        CASE WHEN definition ->> 'placement' = 'reference' OR (definition -> 'partitioned')::boolean THEN
-            format($body$IF pg_catalog.to_regclass('pgtrickle_changes.turn_%s') IS NULL THEN
-        RETURN NEW;
-    END IF;
-    IF %s THEN
-        RETURN NEW;
-    END IF;
-    $body$, definition ->> 'stable_name',
-                CASE WHEN definition ->> 'placement' = 'reference' THEN 'pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0'
-                     ELSE format('TG_NARGS OPERATOR(pg_catalog.>) 0 AND NOT pgtrickle._is_partition(%L, TG_RELID)', definition ->> 'stable_name') END) END,
-        (SELECT string_agg(format($body$IF TG_OP OPERATOR(pg_catalog.=) %L THEN
-        %s%sEND IF;
-        fits := (SELECT r.types OPERATOR(pg_catalog.=) %L FROM %s);
-        IF fits IS NULL THEN
-            RETURN NEW;
-        END IF;
-    $body$, o.operation,
-            CASE WHEN o.operation = 'UPDATE' AND (definition -> 'partitioned')::boolean THEN format($body$GET DIAGNOSTICS context = PG_CONTEXT;
-        IF pgtrickle._hides_moved_rows(TG_RELID, context) THEN
-            PERFORM pgtrickle._mark(%L, 'MERGE');
-            RETURN NEW;
-        END IF;
-        $body$, definition ->> 'stable_name') END,
-            p.ways, c.types, pgtrickle._types_in(definition, o.touched)), 'ELS' ORDER BY o.number)
-         FROM (VALUES (1, 'INSERT', '__pgt_new'), (2, 'UPDATE', '__pgt_old'), (3, 'DELETE', '__pgt_old')) AS o (number, operation, touched)
-         CROSS JOIN LATERAL (
-            SELECT string_agg(format($body$IF pg_catalog.pg_sequence_last_value(%8$s) OPERATOR(pg_catalog.%%) 2 OPERATOR(pg_catalog.=) %1$s THEN
-            INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid)
-            SELECT %2$L, pg_catalog.txid_current() FROM %3$s
-            WHERE r.types OPERATOR(pg_catalog.=) %9$L%10$s
-                AND pg_catalog.pg_stat_get_live_tuples('pgtrickle_changes.%4$s'::pg_catalog.regclass) OPERATOR(pg_catalog.<=) %5$s;
-            IF FOUND THEN
-                INSERT INTO pgtrickle_changes.%4$s (__pgt_xid, __pgt_w%6$s)
-                %7$s;
-                RETURN NEW;
-            END IF;
-        $body$, part.turn, definition ->> 'stable_name', pgtrickle._types_in(definition, o.touched), part.name,
-                pgtrickle._setting('max_buffer_rows'), c.targets, pgtrickle._changes_of(o.operation, c.selected),
-                -- New nodes get the coordinator's text, and have no sequence.
-                format(CASE WHEN pgtrickle._citus_group() = 0 THEN 'pg_catalog.to_regclass(%L)' ELSE '%L::pg_catalog.regclass' END,
-                       'pgtrickle_changes.turn_' || (definition ->> 'stable_name')), c.types,
-                CASE WHEN (definition -> 'partitioned')::boolean THEN format(' AND pgtrickle._partitions_fit(%L)', definition ->> 'stable_name') END),
-                'ELS' ORDER BY part.turn DESC)
-            FROM (VALUES (1, 'changes_' || (definition ->> 'stable_name')), (0, 'spare_' || (definition ->> 'stable_name'))) AS part (turn, name)
-         ) AS p (ways)),
-        c.targets, c.selected)
-    FROM (SELECT '\x' || encode(int4send(count(*)::int) || coalesce(string_agg(oidsend(c.type) || int4send(-1), '' ORDER BY c.attnum), ''), 'hex') AS types,
-                 string_agg(', c' || c.attnum, '' ORDER BY c.attnum) AS targets,
-                 string_agg(format(', r.%I', c.name), '' ORDER BY c.attnum) AS selected
-          FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)) AS c
 $$;
 
 -- What a trigger stores. `selected` are the values of the columns in a row r. Weights have their column's type: a cast would be one more node

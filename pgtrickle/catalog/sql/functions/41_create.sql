@@ -241,31 +241,9 @@ AS $$
     SELECT format($create$CREATE OR REPLACE FUNCTION pgtrickle_views.%1$I(statement pg_catalog.text, args pg_catalog.text[]) RETURNS %2$s
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS %3$L$create$, kind || '_' || id,
         CASE kind WHEN 'read' THEN 'SETOF pg_catalog.record' ELSE 'pg_catalog.int8[]' END,
-        format($body$
-DECLARE
-    counts pg_catalog.int8[];
-BEGIN
-    IF NOT EXISTS (
-            SELECT FROM pg_catalog.pg_proc AS p
-            WHERE p.oid OPERATOR(pg_catalog.=) 'pgtrickle_views.%s(pg_catalog.text, pg_catalog.text[])'::pg_catalog.regprocedure
-              AND pg_catalog.pg_get_userbyid(p.proowner) OPERATOR(pg_catalog.=) current_user
-              AND p.proconfig OPERATOR(pg_catalog.=) '{"search_path=pg_catalog, pg_temp"}'::pg_catalog.text[]
-              AND NOT EXISTS (SELECT FROM pg_catalog.aclexplode(p.proacl) AS a
-                              WHERE a.grantee OPERATOR(pg_catalog.<>) p.proowner
-                                AND pg_catalog.pg_get_userbyid(a.grantee) OPERATOR(pg_catalog.<>) pgtrickle._service_role())) THEN
-        RAISE EXCEPTION 'function %1$s was altered, or can be called by other roles than the service''s'
-            USING HINT = 'alter_stream_table(query => …) makes it again.';
-    ELSIF pg_catalog.pg_has_role(session_user, pgtrickle._service_role(), 'USAGE') IS NOT TRUE THEN
-        RAISE EXCEPTION 'function %1$s is the service''s to call';
-    END IF;
-    %s
-END$body$, kind || '_' || id,
-            CASE kind WHEN 'read' THEN 'RETURN QUERY EXECUTE statement USING args;' ELSE $body$IF args IS NULL THEN
-        EXECUTE statement;
-    ELSE
-        EXECUTE statement INTO counts USING args;
-    END IF;
-    RETURN counts;$body$ END))
+        E'\n' || rtrim(pgtrickle._fill_template('owner_' || kind, jsonb_build_object(
+            'function', kind || '_' || id, 'signature', format('pgtrickle_views.%s_%s(pg_catalog.text, pg_catalog.text[])', kind, id),
+            'service_role', 'pgtrickle._service_role()')), E'\n'))
 $$;
 
 -- All that creates or renews them, to be run by the owner.

@@ -56,7 +56,7 @@ AS $$
         '_points_to', '_privilege_problem', '_problems', '_refresh_payload', '_refresh_stats', '_replace', '_replace_query', '_request',
         '_request_state', '_retrack', '_row_id', '_row_security_applies', '_rows_here', '_rules', '_runs_own_code', '_same_table', '_send_ddl',
         '_session_settings', '_setting_remedy', '_shape', '_shard_capture_body', '_shard_definition', '_shards_here', '_shards_told_by',
-        '_signal_dag_rebuild', '_sources', '_stable_name', '_staleness', '_stored_columns', '_stranger', '_stranger_in_type', '_table_key', '_tier', '_time_dependent', '_tree', '_tree_state', '_types_in',
+        '_signal_dag_rebuild', '_sources', '_stable_name', '_staleness', '_stored_columns', '_stranger', '_stranger_in_type', '_table_key', '_tier', '_time_dependent', '_tree', '_tree_state', '_types_in', '_template', '_fill_template',
         '_untrusted_cast', '_upstream', '_visible_text', '_wake', '_warn_of_time', '_with_readers', '_write_view', '_written_as']::name[])
 $$;
 
