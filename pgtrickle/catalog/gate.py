@@ -1,4 +1,4 @@
-"""The gate of the catalog: requests that every role can make, authorized by PostgreSQL (see 45_gate.sql)."""
+"""The gate of the catalog: requests that every role can make, authorized by PostgreSQL (see sql/common/gate.sql)."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from typing import Any, TypeVar
 
 import psycopg
@@ -16,6 +14,7 @@ from psycopg.rows import tuple_row
 
 from pgtrickle._version import __version__
 from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.scripts import FINAL, FUNCTIONS, MIGRATIONS, TEMPLATES, read_script
 from pgtrickle.catalog.trust import SCHEMAS
 from pgtrickle.errors import (
     ExtensionPresentError,
@@ -121,7 +120,7 @@ def installed_version(conn: Connection) -> int | None:
 
 def latest_version() -> int:
     """The catalog version that this release works with."""
-    return max(number for number, _ in _migrations())
+    return len(MIGRATIONS)
 
 
 def require_installed(conn: Connection) -> int:
@@ -140,21 +139,22 @@ def _bring_up_to_date(conn: Connection, service_role: str | None, target: int | 
             f"The catalog in database {_database(conn)} has version {version}, and this release knows only {latest}",
             "Use the release that installed it, or a newer one.",
         )
-    for number, script in _migrations():
+    for number, script in enumerate(MIGRATIONS, start=1):
         if version < number <= (target or latest):
             _run(conn, script)
             conn.execute("INSERT INTO pgtrickle.pgt_schema_version (version) VALUES (%s)", [number])
             version = number
     if version == latest:
-        # Function bodies may refer to functions of later files.
+        # Function bodies may refer to functions of later scripts.
         _set_local(conn, "check_function_bodies", "off")
         former = set(conn.execute(_FUNCTIONS).fetchall())
         _write_templates(conn)
-        for script in _scripts("functions"):
-            if script.name == "90_grants.sql":
-                # A function that none of the scripts has replaced does not belong to this release.
-                for function, _ in former.intersection(conn.execute(_FUNCTIONS).fetchall()):
-                    conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(function)))
+        for script in FUNCTIONS:
+            _replace_functions(conn, script)
+        # A function that none of the scripts has replaced does not belong to this release.
+        for function, _ in former.intersection(conn.execute(_FUNCTIONS).fetchall()):
+            conn.execute(sql.SQL("DROP ROUTINE {}").format(sql.SQL(function)))
+        for script in FINAL:
             _replace_functions(conn, script)
         _set_local(conn, "check_function_bodies", "on")
         _set_service_role(conn, service_role)
@@ -170,8 +170,8 @@ WHERE p.pronamespace = 'pgtrickle'::regnamespace AND p.prokind <> 'a'
 def _write_templates(conn: Connection) -> None:
     """Create the function that returns the templates of generated functions by name."""
     cases = [
-        sql.SQL("WHEN {} THEN {}").format(script.name.removesuffix(".sql"), script.read_text(encoding="utf-8"))
-        for script in _templates()
+        sql.SQL("WHEN {} THEN {}").format(template.removeprefix("templates/"), read_script(template))
+        for template in TEMPLATES
     ]
     body = sql.SQL("SELECT CASE name {} END").format(sql.SQL(" ").join(cases))
     conn.execute(
@@ -182,7 +182,7 @@ def _write_templates(conn: Connection) -> None:
     )
 
 
-def _replace_functions(conn: Connection, script: Traversable) -> None:
+def _replace_functions(conn: Connection, script: str) -> None:
     """Create or replace functions. One whose result type or parameters have changed is dropped first.
 
     All others are replaced in place, so that sessions can go on calling them.
@@ -389,24 +389,10 @@ def _message(error: psycopg.Error) -> str:
     return error.diag.message_primary or str(error)
 
 
-def _migrations() -> list[tuple[int, Traversable]]:
-    return [(int(script.name[:4]), script) for script in _scripts("migrations")]
-
-
-def _scripts(folder: str) -> list[Traversable]:
-    scripts = (files("pgtrickle.catalog") / "sql" / folder).iterdir()
-    return sorted((script for script in scripts if re.match(r"\d+_.*\.sql$", script.name)), key=lambda s: s.name)
-
-
-def _templates() -> list[Traversable]:
-    folder = files("pgtrickle.catalog") / "sql" / "templates"
-    return sorted(folder.iterdir(), key=lambda script: script.name)
-
-
-def _run(conn: Connection, script: Traversable) -> None:
+def _run(conn: Connection, script: str) -> None:
     # The scripts are part of the package, so their text is trusted. Without parameters, a call can have several
     # statements.
-    conn.execute(script.read_text(encoding="utf-8"))
+    conn.execute(read_script(script))
 
 
 def _database(conn: Connection) -> str:

@@ -1,7 +1,7 @@
 """Classification of failed refreshes: the kind of a failure, whether it is retried automatically, and when.
 
-SQLSTATEs are interpreted here only. The kind is stored with the failure; `_error_remedy()` in 64_history.sql has a
-remedy for each kind.
+SQLSTATEs are interpreted here only. The kind is stored with the failure; `_error_remedy()` in
+sql/monitoring/history.sql has a remedy for each kind.
 """
 
 from __future__ import annotations

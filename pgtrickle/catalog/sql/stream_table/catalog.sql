@@ -1,134 +1,6 @@
 -- What writes the catalog. These functions run behind the gate, which knows the caller; each checks that the caller may act for the owner of what
 -- it is about.
 
-CREATE OR REPLACE FUNCTION pgtrickle._require_owner(caller name, id bigint, action text) RETURNS void
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    storage record;
-BEGIN
-    SELECT c.oid::regclass AS relation, c.relowner INTO storage
-    FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'there is no stream table with id %', id USING ERRCODE = 'undefined_table';
-    ELSIF storage.relowner IS NULL AND has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
-        RETURN; -- its table was dropped
-    ELSIF NOT pgtrickle._acts_for(caller, storage.relowner) THEN
-        RAISE EXCEPTION 'role % may not % stream table %', quote_ident(caller), action, coalesce(storage.relation::text, id::text)
-            USING ERRCODE = 'insufficient_privilege',
-                  HINT = coalesce(format('It belongs to role %s.', storage.relowner::regrole), 'Its table was dropped.');
-    END IF;
-END
-$$;
-
--- What is wrong with the owners of a stream table's parts; NULL if all is well. Its functions run with their owner's
--- rights, so they must be the stream table's owner's own.
-CREATE OR REPLACE FUNCTION pgtrickle._ownership_problem(id bigint) RETURNS text
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT CASE
-        WHEN c.oid IS NULL THEN format('its table %I.%I was dropped', s.pgt_schema, s.pgt_name)
-        WHEN v.oid IS NULL THEN 'its query view was dropped, together with something it reads'
-        WHEN f.number = 0 THEN format('its functions read_%1$s and write_%1$s in pgtrickle_views were dropped', id)
-        WHEN v.relowner <> c.relowner OR NOT f.same_owner OR st.relowner NOT IN (c.relowner, (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgtrickle'))
-        THEN format('it belongs to %s, but its view and functions in pgtrickle_views do not', c.relowner::regrole)
-        END
-    FROM pgtrickle.pgt_stream_tables AS s
-    LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
-    LEFT JOIN pg_class AS v ON v.oid = s.view_relid
-    LEFT JOIN pg_class AS st ON st.relnamespace = 'pgtrickle_views'::regnamespace AND st.relname = 'state_' || id
-    LEFT JOIN LATERAL (
-        SELECT count(*) AS number, bool_and(p.proowner = c.relowner AND p.prosecdef) AS same_owner FROM pg_proc AS p
-        WHERE p.oid IN (SELECT pgtrickle._owner_functions(id))
-    ) AS f ON true
-    WHERE s.pgt_id = id
-$$;
-
--- The columns of sources that the owner of a stream table may not read (any more), and functions that it may not call, as text; NULL if there are none.
--- Tables behind another role's view are that role's to read. Every refresh asks: where no view lies between, which is
--- nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL keeps its plans.
-CREATE OR REPLACE FUNCTION pgtrickle._privilege_problem(id bigint) RETURNS text
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    IF NOT EXISTS (
-        SELECT FROM pgtrickle.pgt_stream_tables AS s
-        JOIN pg_class AS v ON v.oid = s.view_relid
-        JOIN pg_rewrite AS r ON r.ev_class = v.oid
-        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
-        JOIN pg_class AS c ON c.oid = d.refobjid
-        WHERE s.pgt_id = id AND c.oid <> v.oid
-          -- What the rule of the view reads now: its owner can replace it.
-          AND (c.relkind = 'v'
-               OR CASE WHEN d.refobjsubid > 0 THEN has_column_privilege(v.relowner, c.oid, d.refobjsubid::smallint, 'SELECT')
-                       ELSE has_any_column_privilege(v.relowner, c.oid, 'SELECT') END IS NOT TRUE)
-    ) AND NOT EXISTS (
-        SELECT FROM pgtrickle.pgt_stream_tables AS s
-        JOIN pg_class AS v ON v.oid = s.view_relid
-        JOIN pgtrickle.pgt_dependencies AS d USING (pgt_id)
-        WHERE s.pgt_id = id
-          AND (has_any_column_privilege(v.relowner, d.source_relid, 'SELECT') IS NOT TRUE
-               OR EXISTS (SELECT FROM unnest(d.columns_used) AS a
-                          WHERE has_column_privilege(v.relowner, d.source_relid, a, 'SELECT') IS NOT TRUE))
-    ) AND NOT EXISTS (
-        SELECT FROM pgtrickle.pgt_dependencies AS d JOIN pg_class AS c ON c.oid = d.source_relid WHERE d.pgt_id = id AND c.relrowsecurity
-    ) AND NOT EXISTS (
-        SELECT FROM pgtrickle.pgt_stream_tables AS s
-        JOIN pg_class AS v ON v.oid = s.view_relid
-        JOIN pg_rewrite AS r ON r.ev_class = v.oid
-        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
-        LEFT JOIN pg_operator AS o ON d.refclassid = 'pg_operator'::regclass AND o.oid = d.refobjid
-        WHERE s.pgt_id = id AND (d.refclassid = 'pg_proc'::regclass OR o.oid IS NOT NULL)
-          AND has_function_privilege(v.relowner, coalesce(o.oprcode::oid, d.refobjid), 'EXECUTE') IS NOT TRUE
-    ) THEN
-        RETURN NULL;
-    END IF;
-    RETURN nullif(concat_ws('; ', (SELECT string_agg(CASE WHEN secured.applies THEN format('row-level security on %s applies to role %s', source.relation, role::regrole)
-                                   ELSE format('role %s may not read %s of %s', role::regrole,
-                             coalesce('column ' || pgtrickle._column_names(source.relation, missing.columns), 'any column'),
-                             source.relation) END, '; ')
-    FROM pgtrickle.pgt_stream_tables AS s
-    CROSS JOIN LATERAL pgtrickle._sources(s.view_relid) AS source
-    CROSS JOIN LATERAL unnest(source.checked_as) AS role
-    CROSS JOIN LATERAL (
-        SELECT array_agg(a) AS columns FROM unnest(source.columns) AS a
-        WHERE NOT has_column_privilege(role, source.relation, a, 'SELECT')
-    ) AS missing
-    CROSS JOIN LATERAL (SELECT pgtrickle._row_security_applies(role, source.relation) AS applies) AS secured
-    WHERE s.pgt_id = id
-      AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT') OR secured.applies)), (
-        -- Also of functions behind views: PostgreSQL checks who runs the query, not who owns the view.
-        SELECT string_agg(DISTINCT format('role %s may not call %s', v.relowner::regrole, f.fn::regprocedure), '; ')
-        FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS v ON v.oid = s.view_relid
-        CROSS JOIN LATERAL pgtrickle._functions_used(s.view_relid) AS f
-        WHERE s.pgt_id = id AND NOT has_function_privilege(v.relowner, f.fn, 'EXECUTE'))), '');
-END
-$$;
-
--- Sources that a query reads through a view with the rights of the view's owner, where its own owner may not read them: only PostgreSQL knows which
--- of their rows and columns that view shows. NULL if there are none.
-CREATE OR REPLACE FUNCTION pgtrickle._hidden_sources(view regclass) RETURNS text
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    IF NOT EXISTS (
-        SELECT FROM pg_rewrite AS r
-        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
-        JOIN pg_class AS c ON c.oid = d.refobjid
-        WHERE r.ev_class = view AND c.relkind = 'v' AND c.oid <> view
-    ) THEN
-        RETURN NULL; -- nearly always
-    END IF;
-    RETURN (
-        SELECT string_agg(DISTINCT s.relation::text, ', ')
-        FROM pg_class AS v CROSS JOIN LATERAL pgtrickle._sources(view) AS s
-        WHERE v.oid = view AND s.checked_as <> ARRAY[v.relowner]
-          AND (NOT has_any_column_privilege(v.relowner, s.relation, 'SELECT')
-               OR EXISTS (SELECT FROM unnest(s.columns) AS a WHERE NOT has_column_privilege(v.relowner, s.relation, a, 'SELECT'))
-               OR pgtrickle._row_security_applies(v.relowner, s.relation)));
-END
-$$;
-
 -- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator reads as they are.
 CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -315,6 +187,16 @@ BEGIN
 END
 $$;
 
+-- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
+CREATE OR REPLACE FUNCTION pgtrickle._note_mode(caller name, id bigint, mode text, reason text) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    PERFORM pgtrickle._require_owner(caller, id, 'say how to maintain');
+    UPDATE pgtrickle.pgt_stream_tables AS s SET effective_mode = mode, mode_reason = reason WHERE s.pgt_id = id;
+END
+$$;
+
 -- Removes what is left of stream tables whose table was dropped by hand. The views and functions are their former
 -- owners', but in a schema of ours. What somebody has locked waits for the next call.
 CREATE OR REPLACE FUNCTION pgtrickle._forget_dropped() RETURNS void
@@ -346,67 +228,5 @@ BEGIN
                 NULL;
         END;
     END LOOP;
-END
-$$;
-
--- A role has a limited number of requests that wait, and of those that are kept for their keys.
-CREATE OR REPLACE FUNCTION pgtrickle._require_room(caller name) RETURNS void
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    most_waiting CONSTANT integer := 1000;
-BEGIN
-    IF (SELECT count(*) FROM (SELECT FROM pgtrickle.pgt_requests AS r WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
-                              LIMIT most_waiting) AS waiting) >= most_waiting THEN
-        RAISE EXCEPTION 'role % has % requests waiting', quote_ident(caller), most_waiting
-            USING ERRCODE = 'program_limit_exceeded', HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
-    END IF;
-END
-$$;
-
--- Under a key that its author has used before it is the same request; one that failed is filed again.
-CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text, kind text) RETURNS bigint
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
-AS $$
-DECLARE
-    request bigint;
-BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, lower(kind));
-    PERFORM pgtrickle._require_room(caller);
-    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key, kind) VALUES (id, caller, key, kind)
-    ON CONFLICT (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL DO UPDATE
-    SET status = CASE r.status WHEN 'FAILED' THEN 'PENDING' ELSE r.status END,
-        error = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.error END,
-        requested_at = CASE r.status WHEN 'FAILED' THEN clock_timestamp() ELSE r.requested_at END,
-        finished_at = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.finished_at END
-    RETURNING request_id INTO request;
-    PERFORM pgtrickle._wake(format('request %s', request));
-    RETURN request;
-END
-$$;
-
-CREATE OR REPLACE FUNCTION pgtrickle._warn_without_service() RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
-        RAISE WARNING 'no pgtrickle service seen in the last minute'
-            USING HINT = 'Start one with `pgtrickle run`, or serve what is waiting with `pgtrickle run --once`.';
-    END IF;
-END
-$$;
-
--- Refuses changes of a stream table that are not its refresh. Only the service can write apply_xid.
-CREATE OR REPLACE FUNCTION pgtrickle._guard() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables
-                   WHERE pgt_relid = TG_RELID AND apply_xid = pg_current_xact_id_if_assigned()) THEN
-        RAISE EXCEPTION 'stream table %.% cannot be changed directly (%)', quote_ident(TG_TABLE_SCHEMA), quote_ident(TG_TABLE_NAME), TG_OP
-            USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = 'It follows its defining query: change the tables that the query reads.';
-    END IF;
-    RETURN NULL;
 END
 $$;

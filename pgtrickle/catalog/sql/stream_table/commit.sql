@@ -97,31 +97,3 @@ BEGIN
     RETURN type;
 END
 $$;
-
--- Lets the service renew the functions of a stream table that an earlier version made: it runs what is returned through the old write_<id>(), as the
--- owner, between _open_views() and _close_views().
-CREATE OR REPLACE FUNCTION pgtrickle._renew_owner_functions(id bigint) RETURNS SETOF text
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    PERFORM pgtrickle._open_views(pg_get_userbyid(c.relowner))
-    FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    -- The text of the old function runs once more: it has to be ours. Looked at under the lock: until its end nobody else can alter it.
-    IF NOT pgtrickle._are_owner_functions_earlier(id) THEN
-        RAISE EXCEPTION 'the functions of stream table % in pgtrickle_views are not those that pgtrickle made',
-                (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
-            USING ERRCODE = 'invalid_object_definition', HINT = 'Drop the stream table and create it again.';
-    END IF;
-    RETURN QUERY SELECT pgtrickle._owner_functions_ddl(id)
-                 UNION ALL SELECT format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(pg_catalog.text)', 'read_' || id);
-END
-$$;
-
-CREATE OR REPLACE FUNCTION pgtrickle._end_renewal(id bigint) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    PERFORM pgtrickle._close_views(pg_get_userbyid(c.relowner))
-    FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-END
-$$;

@@ -1,5 +1,52 @@
 -- Asking for a refresh: the service does the work.
 
+-- A role has a limited number of requests that wait, and of those that are kept for their keys.
+CREATE OR REPLACE FUNCTION pgtrickle._require_room(caller name) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    most_waiting CONSTANT integer := 1000;
+BEGIN
+    IF (SELECT count(*) FROM (SELECT FROM pgtrickle.pgt_requests AS r WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
+                              LIMIT most_waiting) AS waiting) >= most_waiting THEN
+        RAISE EXCEPTION 'role % has % requests waiting', quote_ident(caller), most_waiting
+            USING ERRCODE = 'program_limit_exceeded', HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
+    END IF;
+END
+$$;
+
+-- Under a key that its author has used before it is the same request; one that failed is filed again.
+CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text, kind text) RETURNS bigint
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    request bigint;
+BEGIN
+    PERFORM pgtrickle._require_owner(caller, id, lower(kind));
+    PERFORM pgtrickle._require_room(caller);
+    INSERT INTO pgtrickle.pgt_requests AS r (pgt_id, requested_by, request_key, kind) VALUES (id, caller, key, kind)
+    ON CONFLICT (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL DO UPDATE
+    SET status = CASE r.status WHEN 'FAILED' THEN 'PENDING' ELSE r.status END,
+        error = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.error END,
+        requested_at = CASE r.status WHEN 'FAILED' THEN clock_timestamp() ELSE r.requested_at END,
+        finished_at = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.finished_at END
+    RETURNING request_id INTO request;
+    PERFORM pgtrickle._wake(format('request %s', request));
+    RETURN request;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._warn_without_service() RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
+        RAISE WARNING 'no pgtrickle service seen in the last minute'
+            USING HINT = 'Start one with `pgtrickle run`, or serve what is waiting with `pgtrickle run --once`.';
+    END IF;
+END
+$$;
+
 CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL, kind text DEFAULT 'REFRESH') RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$

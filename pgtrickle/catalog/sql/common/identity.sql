@@ -2,7 +2,7 @@
 -- runs an owner's code. So no definer function asks who called it. PostgreSQL decides, by the rights of current_user at the moment of the call:
 --
 -- * Administrators have EXECUTE on functions that others have not.
--- * Everybody else passes the gate, a view: current_user in a view is the role that queries the view. See 45_gate.sql.
+-- * Everybody else passes the gate, a view: current_user in a view is the role that queries the view. See gate.sql.
 --
 -- What is in this file is SECURITY INVOKER, and right only where its caller is.
 

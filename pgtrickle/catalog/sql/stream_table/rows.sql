@@ -1,3 +1,5 @@
+-- What a refresh needs to know of rows: their IDs, and changes that came with a dump.
+
 -- What tells rows without a key apart: 128 bits of a hash of what they print. Somebody who can write a source must not be
 -- able to find two rows with the same one. Not md5(): a server in FIPS mode refuses it.
 CREATE OR REPLACE FUNCTION pgtrickle._row_id(printed text) RETURNS uuid
@@ -30,15 +32,5 @@ BEGIN
         DELETE FROM pgtrickle_changes.pgt_markers
         WHERE source_stable_name = stable_name AND xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
     END IF;
-END
-$$;
-
--- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
-CREATE OR REPLACE FUNCTION pgtrickle._note_mode(caller name, id bigint, mode text, reason text) RETURNS void
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
-AS $$
-BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, 'say how to maintain');
-    UPDATE pgtrickle.pgt_stream_tables AS s SET effective_mode = mode, mode_reason = reason WHERE s.pgt_id = id;
 END
 $$;

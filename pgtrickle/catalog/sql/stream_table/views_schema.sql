@@ -103,11 +103,3 @@ $$;
 DROP TRIGGER IF EXISTS pgtrickle_closed ON pgtrickle.pgt_openings;
 CREATE CONSTRAINT TRIGGER pgtrickle_closed AFTER INSERT ON pgtrickle.pgt_openings DEFERRABLE INITIALLY DEFERRED
     FOR EACH ROW EXECUTE FUNCTION pgtrickle._require_closed();
-
--- The functions of a stream table that run with its owner's rights.
-CREATE OR REPLACE FUNCTION pgtrickle._owner_functions(id bigint) RETURNS SETOF regprocedure
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
-AS $$
-    SELECT f FROM unnest(ARRAY[to_regprocedure(format('pgtrickle_views.read_%s(text, text[])', id)),
-                               to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id))]) AS f WHERE f IS NOT NULL
-$$;

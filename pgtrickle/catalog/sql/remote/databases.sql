@@ -1,0 +1,204 @@
+-- Other databases whose tables queries may name, and sets of them: the registry.
+
+CREATE OR REPLACE FUNCTION pgtrickle._require_free_name(name text) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF to_regnamespace(quote_ident(name)) IS NOT NULL OR name = current_database() OR name !~ '^[a-z_][a-z0-9_]{0,30}$' THEN
+        RAISE EXCEPTION 'a database cannot be registered as %', quote_ident(name)
+            USING ERRCODE = 'invalid_name',
+                  HINT = 'The name is of up to 31 small letters, digits and _; no schema here, nor this database, has it.';
+    END IF;
+END
+$$;
+
+-- A password in a DSN would be read by everybody who may use the database, and be in every dump. A variable of the service's environment may stand
+-- for it.
+CREATE OR REPLACE FUNCTION pgtrickle._require_no_password(dsn text) RETURNS void
+LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
+AS $$
+BEGIN
+    -- As a keyword, as an option of a URI (whose letters may be written as %xx), or before the @ of one.
+    IF regexp_replace(dsn, 'password\s*=\s*(''?)\$\{\w+\}\1(?=\s|$)', '', 'gi') ~* '(^|[\s?&''])(ssl)?password\s*='
+       OR dsn ~* '^\s*postgres(ql)?://' AND (dsn ~ '^\s*\w+://[^/@]*:(?!\$\{\w+\}@)[^/]*@' OR dsn ~ '[?&][^=&]*%[^=&]*=') THEN
+        RAISE EXCEPTION 'a registered DSN cannot contain a password'
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Use libpq''s password file or service file, or password=${VARIABLE} from the environment of the service.';
+    END IF;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._registered_databases() RETURNS text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT 'Registered databases: ' || coalesce(string_agg(name, ', ' ORDER BY name), 'none') || '.'
+    FROM (SELECT name FROM pgtrickle.pgt_databases UNION ALL SELECT name || ' (a set)' FROM pgtrickle.pgt_database_sets) AS known
+$$;
+
+-- Who this database is, whatever it is called.
+CREATE OR REPLACE FUNCTION pgtrickle._node() RETURNS text
+LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT (SELECT system_identifier FROM pg_control_system()) || '/' || (SELECT oid FROM pg_database WHERE datname = current_database())
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._is_registered(name text) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _is_registered.name)
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._is_set(name text) RETURNS boolean
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _is_set.name)
+$$;
+
+-- The registered databases that belong to a set. In a pattern * stands for any letters and ? for one.
+CREATE OR REPLACE FUNCTION pgtrickle._members_of(name text) RETURNS SETOF text
+LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT d.name FROM pgtrickle.pgt_databases AS d JOIN pgtrickle.pgt_database_sets AS s ON s.name = _members_of.name
+    WHERE d.name = ANY (s.members) OR d.name LIKE pgtrickle._like(s.pattern)
+    ORDER BY d.name
+$$;
+
+-- A pattern of names, in which * stands for any letters and ? for one, as LIKE has it.
+CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_database(name text, dsn text, node text, roles text[], registered_by name DEFAULT current_user)
+RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    other text;
+BEGIN
+    PERFORM pgtrickle._require_no_password(dsn);
+    PERFORM pgtrickle._require_free_name(name);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _register_database.name) THEN
+        RAISE EXCEPTION '% is a set of databases', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the database.';
+    END IF;
+    SELECT d.name INTO other FROM pgtrickle.pgt_databases AS d
+    WHERE d.node = _register_database.node AND d.name <> _register_database.name;
+    IF FOUND THEN
+        RAISE EXCEPTION '% is the same database as %', quote_ident(name), quote_ident(other)
+            USING ERRCODE = 'duplicate_object', HINT = format('Name its tables as %I.schema.table.', other);
+    ELSIF node = pgtrickle._node() THEN
+        RAISE EXCEPTION '% is this database itself', quote_ident(name)
+            USING ERRCODE = 'duplicate_object', HINT = 'Name its tables as schema.table.';
+    END IF;
+    INSERT INTO pgtrickle.pgt_databases AS d (name, dsn, node, roles, registered_by)
+    VALUES (_register_database.name, _register_database.dsn, _register_database.node, _register_database.roles, _register_database.registered_by)
+    ON CONFLICT ON CONSTRAINT pgt_databases_pkey
+    DO UPDATE SET dsn = excluded.dsn, node = excluded.node, roles = excluded.roles;
+    PERFORM pgtrickle._grant_stand_ins(name);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._remove_database(name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    readers text;
+    stand_in record;
+BEGIN
+    IF name LIKE '@%' THEN
+        RAISE EXCEPTION '% is a node of the cluster', name USING ERRCODE = 'feature_not_supported', HINT = 'Citus removes it: citus_remove_node().';
+    END IF;
+    IF EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_database.name) THEN
+        PERFORM pgtrickle._remove_set(name);
+        RETURN;
+    END IF;
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _remove_database.name) THEN
+        RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
+            USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
+    END IF;
+    PERFORM pgtrickle._set_shards(m.relid, ARRAY(SELECT o.database FROM pgtrickle.pgt_shards AS o WHERE o.relid = m.relid AND o.database <> m.database))
+    FROM pgtrickle.pgt_shards AS m WHERE m.database = name;
+    UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, _remove_database.name)
+    WHERE _remove_database.name = ANY (s.members);
+    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
+    FROM pgtrickle.pgt_foreign_tables AS f
+    JOIN pgtrickle.pgt_dependencies AS d ON d.source_relid = f.relid
+    JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    WHERE f.database = name;
+    IF readers IS NOT NULL THEN
+        RAISE EXCEPTION 'stream tables read tables of %: %', quote_ident(name), readers
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first.';
+    END IF;
+    FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = name RETURNING f.relid, f.resolved_by LOOP
+        CONTINUE WHEN stand_in.resolved_by IS NOT NULL; -- a foreign table, which is not ours
+        EXECUTE format('DROP TABLE %s', stand_in.relid);
+    END LOOP;
+    PERFORM pgtrickle._drop_empty_schemas(name);
+    DELETE FROM pgtrickle.pgt_databases AS d WHERE d.name = _remove_database.name;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._register_set(
+    name text, pattern text, members text[], server_dsn text, roles text[], registered_by name DEFAULT current_user)
+RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    unknown text;
+    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
+BEGIN
+    PERFORM pgtrickle._require_no_password(server_dsn);
+    PERFORM pgtrickle._require_free_name(name);
+    IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _register_set.name) THEN
+        RAISE EXCEPTION '% is a registered database', quote_ident(name) USING ERRCODE = 'duplicate_object', HINT = 'Choose another name for the set.';
+    END IF;
+    SELECT string_agg(quote_ident(m), ', ') INTO unknown FROM unnest(members) AS m
+    WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = m);
+    IF unknown IS NOT NULL THEN
+        RAISE EXCEPTION 'there is no registered database %', unknown
+            USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
+    END IF;
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, pattern, members, server_dsn, roles, registered_by)
+    VALUES (_register_set.name, _register_set.pattern, _register_set.members, _register_set.server_dsn, _register_set.roles, _register_set.registered_by)
+    ON CONFLICT ON CONSTRAINT pgt_database_sets_pkey
+    DO UPDATE SET pattern = excluded.pattern, members = excluded.members, server_dsn = excluded.server_dsn, roles = excluded.roles;
+    -- Who may use a set may use its members, no longer than that.
+    PERFORM pgtrickle._grant_stand_ins(d) FROM (SELECT name UNION SELECT unnest(former) UNION SELECT pgtrickle._members_of(name)) AS changed (d);
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._remove_set(name text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+AS $$
+DECLARE
+    readers text;
+    stand_in record;
+    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
+BEGIN
+    SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
+    FROM pgtrickle.pgt_sharded_tables AS t
+    JOIN pgtrickle.pgt_dependencies AS d ON d.through = t.relid
+    JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+    WHERE t.database_set = name;
+    IF readers IS NOT NULL THEN
+        RAISE EXCEPTION 'stream tables read tables of %: %', quote_ident(name), readers
+            USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first.';
+    END IF;
+    FOR stand_in IN DELETE FROM pgtrickle.pgt_sharded_tables AS t WHERE t.database_set = name RETURNING t.relid LOOP
+        EXECUTE format('DROP TABLE %s', stand_in.relid);
+    END LOOP;
+    PERFORM pgtrickle._drop_empty_schemas(name);
+    DELETE FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _remove_set.name;
+    PERFORM pgtrickle._grant_stand_ins(member) FROM unnest(former) AS member;
+END
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._note_set(name text, problem text) RETURNS void
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    UPDATE pgtrickle.pgt_database_sets AS s SET problem = _note_set.problem
+    WHERE s.name = _note_set.name AND s.problem IS DISTINCT FROM _note_set.problem;
+END
+$$;
