@@ -255,7 +255,7 @@ class Database(OtherDatabases):
             raise
 
     def _note_mode(self, id_: int, mode: str, reason: str | None) -> None:
-        pass_gate(self.conn, "note_mode", id=id_, mode=mode, reason=reason)
+        pass_gate(self.conn, "record_mode", id=id_, mode=mode, reason=reason)
 
     def _compile(self, query: str, placement: str | None) -> tuple[Compiled, list[str] | None]:
         """Compile a query that is not a stream table yet; return the result and the query's key."""
@@ -279,7 +279,7 @@ class Database(OtherDatabases):
                 # The binary format forces the extended protocol, which accepts a single statement only. Otherwise a
                 # COMMIT in the text would make everything after it permanent.
                 local = self.conn.execute(
-                    "SELECT pgtrickle._visible_text(pgtrickle._local_text(%s), current_setting('search_path'))",
+                    "SELECT pgtrickle._without_row_ids(pgtrickle._localized_query(%s), current_setting('search_path'))",
                     (query,),
                 ).fetchone()
                 assert local is not None
@@ -351,7 +351,7 @@ class Database(OtherDatabases):
     def _import_named(self, query: str, refresh_mode: str = "AUTO") -> bool:
         """Import the tables of remote databases and Citus nodes that a query reads; return whether there are any."""
         rows = self.conn.execute(
-            "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._foreign_names(%s)", (query,)
+            "SELECT database, format('%%I.%%I', schema, name) FROM pgtrickle._three_part_names(%s)", (query,)
         ).fetchall()
         for database, table in rows:
             self.import_table(database, table)
@@ -546,7 +546,8 @@ class Database(OtherDatabases):
     def _ids_of(self, names: Sequence[str]) -> list[int]:
         require_installed(self.conn)
         found = self.conn.execute(
-            "SELECT n, pgtrickle._find(n) FROM unnest(%s::text[]) WITH ORDINALITY AS u(n, i) ORDER BY i", (list(names),)
+            "SELECT n, pgtrickle._find_id(n) FROM unnest(%s::text[]) WITH ORDINALITY AS u(n, i) ORDER BY i",
+            (list(names),),
         ).fetchall()
         for name, id_ in found:
             if id_ is None:

@@ -42,7 +42,7 @@ class OtherDatabases:
         known = storable(dsn)
         with self.engine.connections.open(name, known) as conn, errors_naming(name):
             check_catalog(conn, name)
-            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+            row = conn.execute("SELECT pgtrickle._database_identity()").fetchone()
         assert row is not None
         with plain_errors():
             register(self.conn, name, known, row[0], roles)
@@ -61,7 +61,7 @@ class OtherDatabases:
             with self.engine.remote.open(name) as conn:
                 check_catalog(conn, name)
                 row = conn.execute(
-                    "SELECT pgtrickle._node(), pg_is_in_recovery(),"
+                    "SELECT pgtrickle._database_identity(), pg_is_in_recovery(),"
                     " has_table_privilege('pgtrickle.pgt_consumers', 'INSERT, UPDATE, DELETE')"
                 ).fetchone()
         except (PgtrickleError, psycopg.Error) as error:

@@ -60,7 +60,8 @@ class DatabaseSet:
 def registered_sets(conn: psycopg.Connection[Any]) -> list[DatabaseSet]:
     with conn.cursor(row_factory=class_row(DatabaseSet)) as cursor:
         return cursor.execute(
-            "SELECT s.name, s.pattern, s.server_dsn AS server, ARRAY(SELECT pgtrickle._members_of(s.name)) AS members, s.roles,"
+            "SELECT s.name, s.pattern, s.server_dsn AS server, ARRAY(SELECT pgtrickle._set_members(s.name)) AS members,"
+            " s.roles,"
             " ARRAY(SELECT DISTINCT format('%I.%I', t.source_schema, t.source_name) FROM pgtrickle.pgt_sharded_tables AS t"
             " WHERE t.database_set = s.name ORDER BY 1) AS tables, s.problem"
             " FROM pgtrickle.pgt_database_sets AS s WHERE s.name <> '@cluster' ORDER BY s.name"

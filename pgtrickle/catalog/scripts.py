@@ -32,6 +32,7 @@ MIGRATIONS = (
     "migrations/0024_identity",
     "migrations/0025_verifications",
     "migrations/0026_verify_requests",
+    "migrations/0027_names",
 )
 
 # Texts from which functions in the database generate other functions.

@@ -135,7 +135,7 @@ def _copy(conn: Connection) -> Iterator[Finding]:
     rows = _rows(
         conn,
         "SELECT i.database, (SELECT count(*) FROM pgtrickle.pgt_consumers) FROM pgtrickle.pgt_identity AS i"
-        " WHERE i.node <> pgtrickle._node()",
+        " WHERE i.node <> pgtrickle._database_identity()",
     )
     for original, consumers in rows:
         yield Finding(
@@ -155,7 +155,7 @@ def _capture(conn: Connection) -> Iterator[Finding]:
         " EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.source_relid = t.source_relid"
         "  AND d.capture_signature <> pgtrickle._capture_signature(t.source_relid))"
         " FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS c ON c.oid = t.source_relid"
-        " CROSS JOIN LATERAL pgtrickle._tree(t.source_relid) AS member"
+        " CROSS JOIN LATERAL pgtrickle._partition_tree(t.source_relid) AS member"
         " CROSS JOIN unnest('{insert,update,delete,truncate}'::text[]) AS operation"
         " LEFT JOIN pg_trigger AS g ON g.tgrelid = member"
         "  AND g.tgname = format('pgtrickle_capture_%s_%s', operation, t.source_stable_name)"

@@ -35,7 +35,7 @@ def recapture(
         if progress.failed.of(table) is not None or not _recapture_here(conn, table, here, progress):
             continue
         if known is not None and known.node != table.frontier.node:
-            conn.execute("SELECT pgtrickle._settle_copy()")
+            conn.execute("SELECT pgtrickle._reset_copied_database()")
             for name in (source.stable_name for source in table.sources if not source.database):
                 conn.execute("SELECT pgtrickle._drop_foreign_changes(%s)", (name,))
         if stale - set(here) and table.decision.reason is not None:

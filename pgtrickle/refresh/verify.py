@@ -176,7 +176,7 @@ def _compare(conn: psycopg.Connection[Any], computed: Computed) -> Verification:
 
 
 def _nondeterministic_part(conn: psycopg.Connection[Any], row: StreamTableRow) -> str | None:
-    views = "SELECT pg_catalog.pg_get_viewdef(r.relation) FROM pgtrickle._rules(%s::oid::regclass) AS r"
+    views = "SELECT pg_catalog.pg_get_viewdef(r.relation) FROM pgtrickle._view_rules(%s::oid::regclass) AS r"
     found = (nondeterministic_part(definition) for (definition,) in conn.execute(views, (row.view_relid,)))
     return next((part for part in found if part is not None), None)
 
@@ -324,4 +324,4 @@ def _record(conn: psycopg.Connection[Any], frontier: Frontier, result: Verificat
     )
     if not result.equal:
         details = {"missing": result.missing, "unexpected": result.unexpected}
-        conn.execute("SELECT pgtrickle._emit('verification_failed', %s, %s)", (result.pgt_id, Jsonb(details)))
+        conn.execute("SELECT pgtrickle._emit_event('verification_failed', %s, %s)", (result.pgt_id, Jsonb(details)))

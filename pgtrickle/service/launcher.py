@@ -317,7 +317,7 @@ class Launcher:
 def _tell_health(conn: psycopg.Connection[Any], watched: Watched, problem: str | None) -> None:
     """Emit an event in the database that says why it is not served, once for each reason."""
     if problem is not None and problem != watched.told:
-        conn.execute("SELECT pgtrickle._emit('not_served', NULL, %s)", (Jsonb({"reason": problem}),))
+        conn.execute("SELECT pgtrickle._emit_event('not_served', NULL, %s)", (Jsonb({"reason": problem}),))
         watched.told = problem
 
 

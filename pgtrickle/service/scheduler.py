@@ -117,7 +117,7 @@ class Scheduler:
         self._seat = Seat(self.workers.budget, "scheduler", self.database)
         self._stop = threading.Event()
         self._waker: Waker | None = None  # while it runs
-        self._unsettled = False  # a locked row kept a schedule from being settled
+        self._intervals_outdated = False  # a locked row kept a schedule from being settled
         self._paused = False
         self._hungry = False  # something is due that cannot start before a running refresh ends
         self._graph = DependencyGraph()
@@ -271,16 +271,16 @@ class Scheduler:
             (self.service_id,),
         )
         with self._step(conn, "what a copy of a database has of the original"):
-            row = conn.execute("SELECT pgtrickle._settle_copy()").fetchone()
+            row = conn.execute("SELECT pgtrickle._reset_copied_database()").fetchone()
             if row is not None and row[0] is not None:
                 log.warning("it is a copy of database %s", row[0], extra={"database": self.database})
-        self._settle_schedules(conn)
+        self._update_intervals(conn)
 
-    def _settle_schedules(self, conn: psycopg.Connection[Any]) -> None:
-        self._unsettled = True
+    def _update_intervals(self, conn: psycopg.Connection[Any]) -> None:
+        self._intervals_outdated = True
         with self._step(conn, "schedules"):
-            row = conn.execute("SELECT pgtrickle._settle_schedules()").fetchone()
-            self._unsettled = row is not None and row[0]
+            row = conn.execute("SELECT pgtrickle._update_intervals()").fetchone()
+            self._intervals_outdated = row is not None and row[0]
 
     @contextmanager
     def _step(self, conn: psycopg.Connection[Any], what: str) -> Iterator[None]:
@@ -322,8 +322,8 @@ class Scheduler:
         self._beat(conn, settings)
         if not settings.paused and not self.draining:
             self._settle_cron(conn)
-            if self._unsettled:
-                self._settle_schedules(conn)
+            if self._intervals_outdated:
+                self._update_intervals(conn)
             found = self._due(conn, settings)
             due = [item for item in found if item.due_in == 0]
             due_in = min((item.due_in for item in found if item.due_in > 0), default=due_in)
@@ -396,7 +396,7 @@ class Scheduler:
         asked: dict[int, str] = {}
         owners: dict[int, int] = {}
         self._known = {}
-        self._settle_schedules(conn)  # `calculated` ones depend on the schedules of their readers
+        self._update_intervals(conn)  # `calculated` ones depend on the schedules of their readers
         with conn.cursor(row_factory=dict_row) as cursor:
             for row in cursor.execute(load_query("dag")):
                 self._known[row["pgt_id"]] = row["updated_at"]
@@ -455,7 +455,7 @@ class Scheduler:
         )
         remedy = "SELECT pgtrickle.alter_stream_table(name, schedule => …, status => 'ACTIVE')"
         details = Jsonb({"reason": reason, "remedy": remedy})
-        conn.execute("SELECT pgtrickle._emit('auto_suspended', %s, %s)", (pgt_id, details))
+        conn.execute("SELECT pgtrickle._emit_event('auto_suspended', %s, %s)", (pgt_id, details))
 
     def _dispatch(self, conn: psycopg.Connection[Any], units: Sequence[Unit], settings: Settings) -> None:
         for unit in units:
@@ -604,7 +604,7 @@ class Scheduler:
             self.workers.close_idle()
             with self._step(conn, "alerts"):
                 self._alert(conn, settings)
-            self._settle_schedules(conn)
+            self._update_intervals(conn)
             with self._step(conn, "stream tables that were dropped"):
                 conn.execute("SELECT pgtrickle._forget_dropped()")
             with self._step(conn, "tables that nobody reads"):
@@ -650,7 +650,7 @@ class Scheduler:
         found = conn.execute(load_query("alerts"), {"rows": settings.buffer_alert}).fetchall()
         for key, event, pgt_id, details in found:
             if key not in self._alerted:
-                conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
+                conn.execute("SELECT pgtrickle._emit_event(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
         self._alerted = {key for key, *_ in found}
 
 

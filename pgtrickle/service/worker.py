@@ -128,7 +128,7 @@ class Workers:
             )
             _tell_failure(conn, pgt_id, failure)
         for pgt_id in alerted & {result.pgt_id for result in outcome.results}:
-            conn.execute("SELECT pgtrickle._emit('refresh_recovered', %s, NULL)", (pgt_id,))
+            conn.execute("SELECT pgtrickle._emit_event('refresh_recovered', %s, NULL)", (pgt_id,))
         refreshed = [result.refresh_id for result in outcome.results if result.refresh_id]
         if notifies and refreshed:
             conn.execute(
@@ -177,4 +177,4 @@ def _tell_failure(conn: psycopg.Connection[Any], pgt_id: int, failure: Exception
         }
     if isinstance(failure, psycopg.Error) and failure.sqlstate is not None:
         details["sqlstate"] = failure.sqlstate
-    conn.execute("SELECT pgtrickle._emit(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
+    conn.execute("SELECT pgtrickle._emit_event(%s, %s, %s)", (event, pgt_id, Jsonb(details)))

@@ -23,7 +23,7 @@ class Sets:
     def import_table(self, name: str, table: str) -> None:
         """Create the stand-in for a table of a registered database, or of all members of a set."""
         row = self.remote.home.execute(
-            "SELECT pgtrickle._is_set(%s), ARRAY(SELECT pgtrickle._members_of(%s))", (name, name)
+            "SELECT pgtrickle._is_database_set(%s), ARRAY(SELECT pgtrickle._set_members(%s))", (name, name)
         ).fetchone()
         assert row is not None
         is_set, members = row
@@ -51,7 +51,7 @@ class Sets:
                         problems.append(_message_of(error))
                 problems += self._let_join(known, table, able)
             self.remote.home.execute(
-                "SELECT pgtrickle._note_set(%s, %s)", (known.name, "; ".join(problems) if problems else None)
+                "SELECT pgtrickle._record_set_problem(%s, %s)", (known.name, "; ".join(problems) if problems else None)
             )
 
     def _set(self, name: str) -> DatabaseSet | None:
@@ -115,13 +115,13 @@ class Sets:
         row = home.execute("SELECT parse_ident(%s)", (table,)).fetchone()
         assert row is not None
         schema, relation = row[0]
-        pass_gate(home, "stand_in_for_all", database_set=name, schema=schema, name=relation, members=list(members))
+        pass_gate(home, "import_set_table", database_set=name, schema=schema, name=relation, members=list(members))
 
     def _discover(self, known: DatabaseSet) -> list[str]:
         """Register the databases on the set's server that match its pattern, and remove those that no longer exist."""
         assert known.server is not None
         problems = []
-        pattern = self.remote.home.execute("SELECT pgtrickle._like(%s)", (known.pattern,)).fetchone()
+        pattern = self.remote.home.execute("SELECT pgtrickle._like_pattern(%s)", (known.pattern,)).fetchone()
         try:
             with self.remote.connections.open_server(known.name, known.server) as conn, errors_naming(known.name):
                 rows = conn.execute(
@@ -149,7 +149,7 @@ class Sets:
     def _register(self, name: str, dsn: str, roles: list[str]) -> None:
         with self.remote.connections.open(name, dsn) as conn, errors_naming(name):
             check_catalog(conn, name)
-            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+            row = conn.execute("SELECT pgtrickle._database_identity()").fetchone()
         assert row is not None
         register(self.remote.home, name, dsn, row[0], roles)
 

@@ -362,7 +362,7 @@ def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
             assert own is not None
             track(own[0])
             with pytest.raises(psycopg.Error, match="not a distributed table"):
-                pass_gate(mallory, "spread", source=source[0])
+                pass_gate(mallory, "read_from_nodes", source=source[0])
         assert shop.conn.execute("SELECT count(*) FROM loc").fetchone() == (10,)
         shop.goes_on()
     finally:

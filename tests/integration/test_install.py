@@ -131,7 +131,7 @@ def test_upgrade_keeps_captured_changes_and_goes_on_capturing(conn: psycopg.Conn
     assert upgrade(conn) == latest_version() > 2
     assert conn.execute("SELECT prosrc FROM pg_proc WHERE proname = 'capture_h'").fetchone() != former
     assert conn.execute("SELECT last_value, is_called FROM pgtrickle_changes.turn_h").fetchone() == (1, True)
-    members = "SELECT pgtrickle._tree('pgtrickle_changes.changes_h')"
+    members = "SELECT pgtrickle._partition_tree('pgtrickle_changes.changes_h')"
     checked = f"SELECT FROM pg_attribute WHERE attrelid IN ({members}) AND attnotnull AND attnum > 0"
     assert conn.execute(checked.encode()).fetchall() == []
     conn.execute("INSERT INTO t VALUES (2); SELECT setval('pgtrickle_changes.turn_h', 2); INSERT INTO t VALUES (3)")

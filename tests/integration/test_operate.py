@@ -292,7 +292,7 @@ def test_a_chain_is_as_stale_as_its_beginning(shop: Connection) -> None:
     assert value(shop, "SELECT pgtrickle._staleness(%s)", [top]) == pytest.approx(600, abs=5)
     found = rows(shop, "SELECT pgt_id, pending FROM pgtrickle._freshness() ORDER BY pgt_id")
     assert found == [{"pgt_id": totals, "pending": True}, {"pgt_id": top, "pending": False}]
-    assert rows(shop, "SELECT pgt_id FROM pgtrickle._lateness() WHERE late") == [{"pgt_id": totals}]
+    assert rows(shop, "SELECT pgt_id FROM pgtrickle._late_stream_tables() WHERE late") == [{"pgt_id": totals}]
 
 
 def test_pending_means_the_same_everywhere(shop: Connection) -> None:
@@ -310,12 +310,14 @@ def test_pending_means_the_same_everywhere(shop: Connection) -> None:
         [passed],
     )
     found = rows(
-        shop, "SELECT pgt_id, pending, pgtrickle._pending(pgt_id) AS asked FROM pgtrickle._freshness() ORDER BY 1"
+        shop,
+        "SELECT pgt_id, pending, pgtrickle._has_pending_changes(pgt_id) AS asked FROM pgtrickle._freshness() ORDER BY 1",
     )
     assert [row["pending"] for row in found] == [row["asked"] for row in found] == [True, False, False, False]
     shop.execute("INSERT INTO orders VALUES (2, 1, 1)")
     found = rows(
-        shop, "SELECT pgt_id, pending, pgtrickle._pending(pgt_id) AS asked FROM pgtrickle._freshness() ORDER BY 1"
+        shop,
+        "SELECT pgt_id, pending, pgtrickle._has_pending_changes(pgt_id) AS asked FROM pgtrickle._freshness() ORDER BY 1",
     )
     assert [row["pending"] for row in found] == [row["asked"] for row in found] == [True, True, False, False]
 
@@ -360,7 +362,7 @@ def test_the_summary_counts(shop: Connection, visitor: Connection) -> None:
     assert value(shop, "SELECT stale_count FROM pgtrickle.health_summary()") == 2
     running = service(shop)
     job(shop, running, "RUNNING", [d, a], enqueued="1 min", started="1 s")
-    assert rows(shop, "SELECT pgt_id FROM pgtrickle._lateness() WHERE late") == [{"pgt_id": f}]
+    assert rows(shop, "SELECT pgt_id FROM pgtrickle._late_stream_tables() WHERE late") == [{"pgt_id": f}]
 
 
 def test_the_scheduler_is_active_paused_stopped_or_disabled(database: TestDatabase, shop: Connection) -> None:
@@ -511,7 +513,7 @@ def test_an_emergency_stop_is_told(shop: Connection) -> None:
 
 
 def test_who_holds_back_vacuum(database: TestDatabase, shop: Connection) -> None:
-    held = "SELECT holder, remedy FROM pgtrickle._held_back('0 s')"
+    held = "SELECT holder, remedy FROM pgtrickle._vacuum_blockers('0 s')"
     with psycopg.connect(database.direct_dsn, application_name="forgotten") as other:
         assert rows(shop, held) == []  # open, but without a snapshot
         other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

@@ -329,7 +329,7 @@ def test_types_of_their_own_must_be_the_same_in_both(remote_shop: RemoteShop, db
 
 def _freshness(conn: psycopg.Connection[Any], name: str) -> tuple[bool, bool]:
     row = conn.execute(
-        "SELECT pending, staleness < 600 FROM pgtrickle._freshness(ARRAY[pgtrickle._get(%s)])", (name,)
+        "SELECT pending, staleness < 600 FROM pgtrickle._freshness(ARRAY[pgtrickle._require_id(%s)])", (name,)
     ).fetchone()
     assert row is not None
     return row[0], row[1]

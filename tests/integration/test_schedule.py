@@ -142,7 +142,7 @@ def test_schedules_are_settled_without_looking_up_a_setting_for_each(
         db.alter_stream_table(name, schedule="calculated")
     with psycopg.connect(database.superuser_dsn) as admin:
         admin.execute("SET track_functions = 'all'")
-        admin.execute("SELECT pgtrickle._settle_schedules()")
+        admin.execute("SELECT pgtrickle._update_intervals()")
         calls = "SELECT sum(pg_stat_get_xact_function_calls(oid)) FROM pg_proc WHERE proname = '_setting'"
         assert admin.execute(calls).fetchone() == (1,)
 

@@ -304,7 +304,7 @@ def test_who_may_use_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickl
 
         def stand_in(names: list[str]) -> None:
             pass_gate(
-                theirs.conn, "stand_in_for_all", database_set="tenants", schema="public", name="orders", members=names
+                theirs.conn, "import_set_table", database_set="tenants", schema="public", name="orders", members=names
             )
 
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="not all of these databases are members"):

@@ -648,9 +648,9 @@ def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
         "SELECT pgtrickle.alter_stream_table('alice.st', schedule => '1m')",
         "SELECT pgtrickle.alter_stream_table('alice.st', query => 'SELECT 1 AS a')",
         "SELECT pgtrickle.refresh_stream_table('alice.st')",
-        f'SELECT pgtrickle._gate(\'change\', \'{{"id": {mine}, "schedule": "1m"}}\')',
+        f'SELECT pgtrickle._gate(\'update\', \'{{"id": {mine}, "schedule": "1m"}}\')',
         f"SELECT pgtrickle._gate('request', '{{\"id\": {mine}}}')",
-        f"SELECT pgtrickle._change('alice', {mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
+        f"SELECT pgtrickle._update_stream_table('alice', {mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",
         f"SELECT pgtrickle._file_request('alice', {mine}, NULL, 'REFRESH')",
         f"SELECT * FROM pgtrickle_views.read_{mine}('SELECT 1', '{{}}') AS r (a int)",
         f"SELECT pgtrickle_views.write_{mine}('DROP TABLE alice.t', NULL)",
@@ -734,7 +734,7 @@ def test_the_right_to_create_ends_with_the_creation(roles: Roles) -> None:
     with pytest.raises(psycopg.errors.InsufficientPrivilege):
         roles.bob.execute(planted)
     # Neither by beginning a creation that is not ended, nor with something else in the middle of one.
-    begin = f"BEGIN; SELECT pgtrickle._gate('begin', '{{}}'); {planted};"
+    begin = f"BEGIN; SELECT pgtrickle._gate('begin_create', '{{}}'); {planted};"
     with pytest.raises(psycopg.errors.InvalidTransactionState, match="not created to the end"):
         roles.bob.execute(f"{begin} COMMIT")
     with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="read_9"):

@@ -26,7 +26,7 @@ Connection = psycopg.Connection[Any]
 STEPS = 300
 FILLED = """
 UPDATE pgtrickle.pgt_stream_tables SET status = 'ACTIVE', reinit_reason = NULL, data_timestamp = statement_timestamp(),
-    frontier = jsonb_build_object('node', pgtrickle._node(), 'snapshot', pg_current_snapshot()::text)
+    frontier = jsonb_build_object('node', pgtrickle._database_identity(), 'snapshot', pg_current_snapshot()::text)
 """
 
 
@@ -112,7 +112,7 @@ def _check(conn: Connection, lacking: list[Writer], ticks: list[datetime]) -> No
 
 def test_a_chain_lacks_what_its_beginning_lacked(database: TestDatabase, conn: Connection) -> None:
     """A refresh of the first stream table brings the second one changes that are older than that refresh."""
-    known = "SELECT known_at, own_at FROM pgtrickle._freshness(ARRAY[pgtrickle._get(%s)])"
+    known = "SELECT known_at, own_at FROM pgtrickle._freshness(ARRAY[pgtrickle._require_id(%s)])"
     with pgtrickle.connect(database.dsn) as db:
         db.install()
         conn.execute("CREATE TABLE item (id int PRIMARY KEY, v int)")

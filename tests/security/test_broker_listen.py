@@ -87,7 +87,9 @@ def elected(server: EmbeddedServer, config: BrokerConfig) -> Iterator[Elected]:
                 return row == (1,)
 
             until(is_scanned, "a scan of the broker")
-            row = shop.conn.execute("SELECT address, token, pgtrickle._node() FROM pgtrickle.pgt_broker").fetchone()
+            row = shop.conn.execute(
+                "SELECT address, token, pgtrickle._database_identity() FROM pgtrickle.pgt_broker"
+            ).fetchone()
             assert row is not None
             yield Elected(shop, service, *row)
         finally:

@@ -90,7 +90,9 @@ def create_in_sql(owner: str) -> str:
 
 def tell(conn: psycopg.Connection[Any], database: str, definition: dict[str, Any]) -> None:
     """Say what a table of a node looks like."""
-    conn.execute("SELECT pgtrickle._gate('stand_in', %s)", (Jsonb({"database": database, "definition": definition}),))
+    conn.execute(
+        "SELECT pgtrickle._gate('import_table', %s)", (Jsonb({"database": database, "definition": definition}),)
+    )
 
 
 def test_an_owner_does_not_say_whose_changes_are_read_on_a_node(on_cluster: ClusterRoles) -> None:

@@ -86,7 +86,7 @@ def test_a_locked_member_does_not_keep_others_from_joining(
         lock.execute("LOCK TABLE s.t IN ACCESS EXCLUSIVE MODE")
         for name, one in (("t_b", member), ("t_c", last)):
             with pgtrickle.connect(one.dsn) as there:
-                node = there.conn.execute("SELECT pgtrickle._node()").fetchone()
+                node = there.conn.execute("SELECT pgtrickle._database_identity()").fetchone()
             assert node is not None
             dsn = make_conninfo(one.direct_dsn, options=NEEDED)
             db.conn.execute("SELECT pgtrickle._register_database(%s, %s, %s, '{}')", (name, dsn, node[0]))

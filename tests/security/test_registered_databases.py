@@ -123,7 +123,7 @@ def _broker(database: TestDatabase, administrator: str) -> tuple[str, str, str]:
     with psycopg.connect(database.direct_dsn_as(administrator), autocommit=True) as conn:
 
         def elected() -> bool:
-            query = "SELECT address, token, pgtrickle._node() FROM pgtrickle.pgt_broker"
+            query = "SELECT address, token, pgtrickle._database_identity() FROM pgtrickle.pgt_broker"
             found[:] = conn.execute(query).fetchall()
             return bool(found)
 

@@ -81,7 +81,7 @@ def test_an_owners_function_is_not_replaced_in_the_middle_of_a_change(roles: Rol
             return
         try:
             with psycopg.connect(roles.database.direct_dsn_as(mallory)) as conn:
-                conn.execute(gate("open", id=id_).encode())
+                conn.execute(gate("begin_alter", id=id_).encode())
                 conn.execute(
                     f"CREATE OR REPLACE FUNCTION pgtrickle_views.{kind}_{id_}(statement text, args text[])"
                     f" RETURNS {returned} LANGUAGE plpgsql SECURITY INVOKER AS"
@@ -89,7 +89,7 @@ def test_an_owners_function_is_not_replaced_in_the_middle_of_a_change(roles: Rol
                         "RETURN;", "RETURN;" if kind == "read" else "RETURN NULL;"
                     ).encode()
                 )
-                conn.execute(gate("change", id=id_, query=query).encode())
+                conn.execute(gate("update", id=id_, query=query).encode())
             refusals.append(None)
         except psycopg.errors.InvalidObjectDefinition as error:
             refusals.append(str(error))
@@ -152,9 +152,9 @@ def test_nothing_is_planted_while_a_role_creates_a_stream_table(roles: Roles) ->
         f"CREATE TABLE pgtrickle_views.stage_{roles.id_of(name)}_1 (a int)",
     ):
         with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="not one that pgtrickle made"):
-            roles.sql(mallory, f"BEGIN; {gate('begin')}; {planted}; {create}; COMMIT")
+            roles.sql(mallory, f"BEGIN; {gate('begin_create')}; {planted}; {create}; COMMIT")
         with pytest.raises(psycopg.errors.UndefinedTable, match="no stream table with id"):
-            roles.sql(mallory, f"BEGIN; {gate('begin')}; {planted}; {gate('change', id=-1, query='x')}; COMMIT")
+            roles.sql(mallory, f"BEGIN; {gate('begin_create')}; {planted}; {gate('update', id=-1, query='x')}; COMMIT")
     roles.refresh(name)
 
 
@@ -190,20 +190,20 @@ def test_there_is_no_cycle_by_way_of_replaced_views(roles: Roles) -> None:
     a, b = (roles.create(mallory, name, f"SELECT id, v FROM {mallory}.v{name}") for name in ("a", "b"))
     roles.sql(mallory, f"CREATE OR REPLACE VIEW {mallory}.va AS SELECT id, v FROM {b}")
     roles.sql(mallory, f"CREATE OR REPLACE VIEW {mallory}.vb AS SELECT id, v FROM {a}")
-    roles.sql(mallory, gate("change", id=roles.id_of(a), query="x"))
+    roles.sql(mallory, gate("update", id=roles.id_of(a), query="x"))
     with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="would read itself"):
-        roles.sql(mallory, gate("change", id=roles.id_of(b), query="x"))
+        roles.sql(mallory, gate("update", id=roles.id_of(b), query="x"))
     with pytest.raises(psycopg.errors.ActiveSqlTransaction):
-        roles.sql(mallory, "BEGIN ISOLATION LEVEL REPEATABLE READ", gate("change", id=roles.id_of(b), query="x"))
+        roles.sql(mallory, "BEGIN ISOLATION LEVEL REPEATABLE READ", gate("update", id=roles.id_of(b), query="x"))
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
-        roles.sql(mallory, gate("note_coordinator", id=roles.id_of(b)))
+        roles.sql(mallory, gate("record_coordinator", id=roles.id_of(b)))
 
 
 def test_an_exported_definition_runs_nothing_but_the_creation(roles: Roles) -> None:
     mallory = roles.mallory
     name = roles.create(mallory, "trap", f"SELECT id, v FROM {mallory}.src")
     settings = {"search_path": f"public; SELECT {mallory}.evil(); --", "role": "app"}
-    roles.sql(mallory, gate("change", id=roles.id_of(name), session_settings=settings))
+    roles.sql(mallory, gate("update", id=roles.id_of(name), session_settings=settings))
     kept = roles.value(roles.app, "SELECT session_settings FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'trap'")
     assert "role" not in kept
     script = roles.value(roles.app, f"SELECT pgtrickle.export_definition('{name}')")

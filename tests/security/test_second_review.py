@@ -118,7 +118,7 @@ def test_the_id_of_a_dropped_stream_table_is_not_given_again(roles: Roles) -> No
         " 'refresh_mode', 'FULL', 'session_settings', '{}'::jsonb))"
     )
     view = f"CREATE VIEW pgtrickle_views.q_{former} AS SELECT 1 AS id"
-    assert is_refused(roles, m, gate("begin"), view, f"CREATE TABLE {m}.t2 (id int)", register)
+    assert is_refused(roles, m, gate("begin_create"), view, f"CREATE TABLE {m}.t2 (id int)", register)
     assert "SSN" not in roles.peek(m, "SELECT * FROM pgtrickle.pgt_visible_history")
 
 
@@ -253,7 +253,7 @@ def test_nothing_else_is_created_beside_a_stream_table(roles: Roles, name: str) 
     assert is_refused(
         roles,
         m,
-        gate("begin"),
+        gate("begin_create"),
         f"CREATE TABLE pgtrickle_views.{planted} (id int)",
         f"REASSIGN OWNED BY {m} TO {roles.bob}" if name == "extra" else "SELECT",
         f"SELECT pgtrickle.create_stream_table('{m}.trap', 'SELECT id FROM {m}.src')",
@@ -382,7 +382,7 @@ def test_who_alters_and_waits_keeps_others_waiting_for_a_bound_time(roles: Roles
     trap = roles.create(m, "trap", f"SELECT id, v FROM {m}.src")
     roles.sql(roles.app, "SELECT pgtrickle.set('lock_timeout_ms', '1000')")
     with roles.connect(m) as conn, conn.transaction(force_rollback=True):
-        conn.execute(gate("change", id=roles.id_of(trap), query=f"SELECT id, v FROM {m}.src").encode())
+        conn.execute(gate("update", id=roles.id_of(trap), query=f"SELECT id, v FROM {m}.src").encode())
         other = (
             f"SELECT pgtrickle.alter_stream_table('{mine}', query => 'SELECT id, kind FROM {a}.orders WHERE id > 0')"
         )
@@ -466,7 +466,7 @@ def test_nothing_else_is_created_while_other_transactions_end(roles: Roles, subt
     m = roles.mallory
     create = f"SELECT pgtrickle.create_stream_table('{m}.trap', 'SELECT id FROM {m}.src')"
     with roles.connect(m) as conn, roles.connect(roles.bob) as other, conn.transaction(force_rollback=True):
-        conn.execute(gate("begin").encode())
+        conn.execute(gate("begin_create").encode())
         if subtransaction:
             conn.execute("SAVEPOINT s")
         conn.execute("CREATE TABLE pgtrickle_views.extra (id int)")

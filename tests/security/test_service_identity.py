@@ -25,7 +25,7 @@ def test_the_default_of_a_domain_is_not_evaluated_by_a_definer(roles: Roles) -> 
     column = {"name": "c", "attnum": 1, "type": f"{mallory}.d", "not_null": False}
     definition = {"schema": "s", "name": "t", "relid": 1, "node": "n", "shape": "x", "columns": [column], "key": None}
     with pytest.raises(psycopg.Error):
-        roles.sql(mallory, f"SELECT pgtrickle._stand_in('@1', '{json.dumps(definition)}')")
+        roles.sql(mallory, f"SELECT pgtrickle._import_table('@1', '{json.dumps(definition)}')")
     roles.assert_powerless()
 
 
@@ -230,7 +230,7 @@ def test_an_owners_code_is_not_taken_for_an_administrator(roles: Roles, action: 
 
 
 @pytest.mark.parametrize("way", ["query", "trigger"])
-@pytest.mark.parametrize("source", ["pgtrickle._dsn_of('crm')", "pgtrickle._usable_databases()"])
+@pytest.mark.parametrize("source", ["pgtrickle._database_dsn('crm')", "pgtrickle._usable_databases()"])
 def test_an_owners_code_does_not_read_dsns(roles: Roles, way: str, source: str) -> None:
     mallory = roles.mallory
     roles.sql(

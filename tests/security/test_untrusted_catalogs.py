@@ -177,7 +177,7 @@ def test_a_member_of_a_set_with_a_hostile_catalog_does_not_join(roles: Roles) ->
             "CREATE SCHEMA pgtrickle; GRANT USAGE ON SCHEMA pgtrickle TO PUBLIC",
             f"CREATE TABLE pgtrickle.pgt_schema_version AS SELECT {latest_version()} AS version",
             "GRANT SELECT ON pgtrickle.pgt_schema_version TO PUBLIC",
-            "CREATE FUNCTION pgtrickle._node() RETURNS text LANGUAGE plpgsql AS"
+            "CREATE FUNCTION pgtrickle._database_identity() RETURNS text LANGUAGE plpgsql AS"
             " $$ BEGIN RAISE LOG 'evil ran as %', current_user; RETURN '1/1'; END $$",
         )
         with roles.service() as db:

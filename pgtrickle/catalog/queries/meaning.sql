@@ -71,5 +71,5 @@ SELECT v.pgt_id,
         JOIN pg_namespace n ON n.oid = c.relnamespace
         JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0
         WHERE reached.pgt_id = v.pgt_id) AS shape,
-       pgtrickle._labels(ARRAY(SELECT t.oid FROM types t WHERE t.pgt_id = v.pgt_id)) AS labels
+       pgtrickle._enum_labels(ARRAY(SELECT t.oid FROM types t WHERE t.pgt_id = v.pgt_id)) AS labels
 FROM unnest(%(ids)s::bigint[]) AS v(pgt_id);

@@ -62,7 +62,7 @@ SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.o
        s.reinit_reason IS NOT NULL AND coalesce((
            SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE') OR d.through IS NOT NULL)
                OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s
-           FROM pgtrickle.pgt_dependencies d CROSS JOIN LATERAL pgtrickle._tree(d.source_relid) AS member
+           FROM pgtrickle.pgt_dependencies d CROSS JOIN LATERAL pgtrickle._partition_tree(d.source_relid) AS member
            JOIN pg_class c ON c.oid = member
            WHERE d.pgt_id = s.pgt_id), false) AS fills_long,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,

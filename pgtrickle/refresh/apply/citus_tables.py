@@ -69,7 +69,7 @@ def place_on_nodes(
     """
     rows = delta.num_rows if isinstance(delta, pa.Table) else LARGE_ROWS if delta is not None else 0
     placement = Storage.REFERENCE if rows < LARGE_ROWS else Storage.DISTRIBUTED
-    run_as_owner(conn, row, f"SELECT pgtrickle._place({row.pgt_id:d}, '{placement}', NULL)", settings)
+    run_as_owner(conn, row, f"SELECT pgtrickle._distribute_stream_table({row.pgt_id:d}, '{placement}', NULL)", settings)
     return replace(row, st_placement=placement)
 
 

@@ -227,7 +227,7 @@ def _shards_of(request: Request) -> Shards | None:
 
 def _size_of(conn: psycopg.Connection[Any], shard: str) -> int:
     """Bytes of the shard's file, or of its largest partition's file."""
-    largest = "SELECT max(pg_relation_size(member)) FROM pgtrickle._tree(to_regclass(%s)) AS member"
+    largest = "SELECT max(pg_relation_size(member)) FROM pgtrickle._partition_tree(to_regclass(%s)) AS member"
     row = conn.execute(largest, (shard,)).fetchone()
     assert row is not None
     return int(row[0] or 0)  # it may have been moved away, which is noticed when it is read

@@ -115,7 +115,8 @@ def _bytes_of_shards(conn: psycopg.Connection[Any], shards: Sequence[Shards]) ->
     if not names:
         return 0
     with_partitions = (
-        "SELECT sum(pg_table_size(member)) FROM unnest(%s::text[]) AS n, pgtrickle._tree(to_regclass(n)) AS member"
+        "SELECT sum(pg_table_size(member)) FROM unnest(%s::text[]) AS n,"
+        " pgtrickle._partition_tree(to_regclass(n)) AS member"
     )
     row = conn.execute(with_partitions, (names,)).fetchone()
     assert row is not None

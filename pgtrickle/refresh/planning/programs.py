@@ -89,7 +89,7 @@ class Programs:
 
     def compile_for(self, row: StreamTableRow, shape: str) -> Compiled:
         """Compile a stream table's query, and cache the result."""
-        called = self.conn.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (row.view_relid,)).fetchall()
+        called = self.conn.execute("SELECT pgtrickle._user_objects(%s::oid::regclass)", (row.view_relid,)).fetchall()
         compiled = self.compile_stored(row, shape)
         compiled = replace(compiled, functions=tuple(sorted(name for (name,) in called)))
         self.plans.put(row.pgt_id, compiled)
@@ -108,7 +108,7 @@ class Programs:
         `hidden` names sources behind views of other roles that the owner may not read directly. PostgreSQL has to read
         these through the views.
         """
-        row = self.conn.execute("SELECT pgtrickle._runs_own_code(%s::oid::regclass)", (view,)).fetchone()
+        row = self.conn.execute("SELECT pgtrickle._runs_user_code(%s::oid::regclass)", (view,)).fetchone()
         assert row is not None
         own_code: bool = row[0]
         self._analyst = as_owner_of if own_code else None

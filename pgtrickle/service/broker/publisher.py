@@ -191,7 +191,7 @@ class Publisher:
             return True
         if not self.node:
             check_catalog(conn, self.name)
-            row = conn.execute("SELECT pgtrickle._node()").fetchone()
+            row = conn.execute("SELECT pgtrickle._database_identity()").fetchone()
             assert row is not None
             self.node = row[0]
         lease = timedelta(seconds=self.lease_seconds)

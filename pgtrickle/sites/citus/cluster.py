@@ -128,7 +128,7 @@ class Cluster:
         administers = is_administrator(self.home)
         for table in tables:
             row = self.home.execute(
-                "SELECT format('%%I.%%I', n.nspname, c.relname), pgtrickle._not_spreadable(c.oid)"
+                "SELECT format('%%I.%%I', n.nspname, c.relname), pgtrickle._node_capture_problem(c.oid)"
                 " FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace WHERE c.oid = %s",
                 (table,),
             ).fetchone()
@@ -143,7 +143,7 @@ class Cluster:
             # it reads.
             for name in nodes.values() if administers else ():
                 self.remote.import_table(name, label)
-            pass_gate(self.home, "spread", source=table)
+            pass_gate(self.home, "read_from_nodes", source=table)
         if administers:
             self.home.execute("SELECT pgtrickle._forget_nodes()")
 
@@ -165,7 +165,7 @@ class Cluster:
         """The distributed tables that a stream table reads."""
         rows = self.home.execute(
             "SELECT DISTINCT d.through::oid::bigint FROM pgtrickle.pgt_dependencies d"
-            " WHERE d.pgt_id = %s AND pgtrickle._is_spread(d.through)",
+            " WHERE d.pgt_id = %s AND pgtrickle._is_read_from_nodes(d.through)",
             (pgt_id,),
         ).fetchall()
         return [row[0] for row in rows]
@@ -177,10 +177,12 @@ class Cluster:
 
     def update_nodes(self) -> bool:
         """Set up capture on added nodes, and forget removed ones; return whether there were any."""
-        rows = self.home.execute("SELECT relid::oid::bigint FROM pgtrickle._unsettled_tables() AS relid").fetchall()
+        rows = self.home.execute(
+            "SELECT relid::oid::bigint FROM pgtrickle._outdated_distributed_tables() AS relid"
+        ).fetchall()
         self.spread([relid for (relid,) in rows])
         if not rows:
-            self.home.execute("SELECT pgtrickle._note_placements()")
+            self.home.execute("SELECT pgtrickle._record_placements()")
         return bool(rows)
 
     def tidy(self) -> None:
@@ -236,7 +238,7 @@ class Cluster:
                     install(conn, service_role=role[0])
                 elif known == dsn:
                     continue
-                node = conn.execute("SELECT pgtrickle._node()").fetchone()
+                node = conn.execute("SELECT pgtrickle._database_identity()").fetchone()
             assert node is not None
             self.home.execute("SELECT pgtrickle._register_node(%s, %s, %s)", (group, dsn, node[0]))
         return {group: name for group, name, _, _ in rows}
@@ -250,7 +252,7 @@ class Cluster:
         ).fetchone()
         assert row is not None
         may, reader = row
-        statement = f"SELECT pgtrickle._fit_nodes({table:d}::oid::regclass)"
+        statement = f"SELECT pgtrickle._align_node_capture({table:d}::oid::regclass)"
         if may or reader is None:
             self.home.execute(statement.encode())
         else:

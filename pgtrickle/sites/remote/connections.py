@@ -64,7 +64,7 @@ class Connections:
     dsn_policy: DsnPolicy | None = None  # limits what DSNs may use on this machine; None for no limits
     _idle: dict[str, list[tuple[float, psycopg.Connection[Any]]]] = field(default_factory=lambda: defaultdict(list))
     _failed: dict[str, tuple[float, DatabaseFailedError]] = field(default_factory=dict)
-    # The state of set members at a consumer's last refresh, as of _look(), by DSN and consumer.
+    # The state of set members at a consumer's last refresh, as of _poll_consumers(), by DSN and consumer.
     looks: dict[tuple[str, str], str] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
     _ended: bool = False

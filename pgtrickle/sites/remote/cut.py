@@ -47,7 +47,9 @@ class RemoteCut:
     consumed: Mapping[tuple[str, int], Consumed]  # by consumer and table
     incarnation: str  # of its server; changes with every restart and crash
     shards: Mapping[int, Shards] = field(default_factory=dict)  # of a node, by table
-    looks: Mapping[str, str] = field(default_factory=dict)  # of a set member: its state as of _look(), by consumer
+    looks: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of a set member: its state as of _poll_consumers(), by consumer
     shared_cut: SharedCut | None = None  # the broker's cut whose snapshot this is
     proof: str = field(default_factory=lambda: str(uuid4()))
 
@@ -111,7 +113,7 @@ def take_remote_cut(
     if snapshot is not None:
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(snapshot)))
     row = conn.execute(
-        "SELECT pgtrickle._node(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
+        "SELECT pgtrickle._database_identity(), pg_current_snapshot()::text, pg_is_in_recovery(), pgtrickle._incarnation()"
     ).fetchone()
     assert row is not None
     if row[2]:
@@ -123,12 +125,16 @@ def take_remote_cut(
         consumers = sorted({source.consumer for source in sources})
         found = cursor.execute(
             "SELECT consumer, relid, stable_name, buffer, buffered, signature, shape, proof::text, former_proof::text"
-            " FROM pgtrickle._consumed(%s)",
+            " FROM pgtrickle._consumer_sources(%s)",
             (consumers,),
         ).fetchall()
     consumed = {(one.consumer, one.relid): one for one in found}
     members = sorted({source.consumer for source in sources if source.shard})
-    looks = conn.execute("SELECT consumer, state FROM pgtrickle._look(%s)", (members,)).fetchall() if members else []
+    looks = (
+        conn.execute("SELECT consumer, state FROM pgtrickle._poll_consumers(%s)", (members,)).fetchall()
+        if members
+        else []
+    )
     shards = shards_here(conn, placed)
     if sorted(name for one in shards.values() for name in one.names) != sorted(locked):
         raise SourceLockedError(

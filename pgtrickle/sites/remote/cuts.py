@@ -132,7 +132,7 @@ class RemoteCuts:
         known = {reader.row.pgt_id: known_of(reader.row, database) for reader in readers}
         with self.remote.connections.open(database, dsns[database]) as conn, errors_naming(database):
             rows = conn.execute(
-                "SELECT consumer, state, xids, relids, proofs FROM pgtrickle._look(%s)", (list(consumers),)
+                "SELECT consumer, state, xids, relids, proofs FROM pgtrickle._poll_consumers(%s)", (list(consumers),)
             ).fetchall()
         if len(rows) < len(consumers):
             return True
@@ -235,7 +235,7 @@ class RemoteCuts:
         ids = [reader.row.pgt_id for reader in readers if reader.row.databases]
         if not ids:
             return
-        rows = self.remote.home.execute("SELECT id, problem FROM pgtrickle._use_problems(%s)", (ids,)).fetchall()
+        rows = self.remote.home.execute("SELECT id, problem FROM pgtrickle._database_use_problems(%s)", (ids,)).fetchall()
         problems = dict(rows)
         for reader in failed.healthy(readers):
             if reader.row.pgt_id in problems:

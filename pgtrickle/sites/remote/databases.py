@@ -77,7 +77,7 @@ class RemoteDatabases:
         if not names:
             return {}
         rows = self.home.execute(
-            "SELECT n, pgtrickle._dsn_of(n) FROM unnest(%s::text[]) AS n", (sorted(names),)
+            "SELECT n, pgtrickle._database_dsn(n) FROM unnest(%s::text[]) AS n", (sorted(names),)
         ).fetchall()
         return {name: dsn_from(self.home, name, dsn) for name, dsn in rows}
 
@@ -92,7 +92,7 @@ class RemoteDatabases:
         if self.brokers is None or not wanted:
             return
         dsns = self.dsns({database for database, _ in wanted})
-        node = self.home.execute("SELECT pgtrickle._node()").fetchone()
+        node = self.home.execute("SELECT pgtrickle._database_identity()").fetchone()
         assert node is not None
         for (database, _), (settings, lacking) in wanted.items():
             self.brokers.want(database, dsns[database], node[0], self.home.info.dbname, lacking, settings)
@@ -118,10 +118,10 @@ class RemoteDatabases:
             return
         ((found,),) = self.ask(
             source.database,
-            "SELECT pgtrickle._describe_table(pgtrickle._same_table(%s, %s, %s, %s))",
+            "SELECT pgtrickle._describe_table(pgtrickle._locate_table(%s, %s, %s, %s))",
             (source.node, source.there, source.schema, source.name),
         )
-        pass_gate(self.home, "stand_in", database=source.database, definition=found)
+        pass_gate(self.home, "import_table", database=source.database, definition=found)
 
     def import_table(self, database: str, table: str) -> None:
         """Create or update the stand-in of a remote table."""
@@ -131,7 +131,7 @@ class RemoteDatabases:
             ((found,),) = self.ask(database, "SELECT pgtrickle._describe_table(%s::regclass)", (table,))
         except (psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName) as error:
             raise NotThereError(database, table) from error
-        pass_gate(self.home, "stand_in", database=database, definition=found)
+        pass_gate(self.home, "import_table", database=database, definition=found)
 
     def subscribe(self, reader: StreamTable, relids: Collection[int], failed: Failures) -> bool:
         """Set up capture for a stream table, or make it fit tables that were altered; return whether that succeeded."""
@@ -168,7 +168,7 @@ class RemoteDatabases:
 
     def kept_by(self, database: str) -> Kept:
         """The consumers in the home database that read a remote database."""
-        node = self.home.execute("SELECT pgtrickle._node()").fetchone()
+        node = self.home.execute("SELECT pgtrickle._database_identity()").fetchone()
         assert node is not None
         rows = self.home.execute(
             "SELECT d.pgt_id, f.source_relid FROM pgtrickle.pgt_foreign_tables f"
@@ -189,7 +189,7 @@ class RemoteDatabases:
             try:
                 ((number,),) = self.ask(
                     database,
-                    "SELECT pgtrickle._prove(%s::text[], %s::pg_snapshot[], %s::uuid[], %s, %s)",
+                    "SELECT pgtrickle._store_proof(%s::text[], %s::pg_snapshot[], %s::uuid[], %s, %s)",
                     (
                         consumers,
                         [str(one.snapshot) if one is not None else None for one in before],

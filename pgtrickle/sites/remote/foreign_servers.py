@@ -30,7 +30,7 @@ class ForeignServers:
 
         That is the given registered database, or the one at the foreign server's address; None if there is none.
         """
-        row = self.home.execute("SELECT pgtrickle._points_to(%s::oid::regclass)", (relation,)).fetchone()
+        row = self.home.execute("SELECT pgtrickle._foreign_table_target(%s::oid::regclass)", (relation,)).fetchone()
         target = row[0] if row is not None else None
         if target is None:
             return None
@@ -82,7 +82,7 @@ class ForeignServers:
                 "See the options of the foreign table; mind who may see the table there.",
             )
         try:
-            pass_gate(self.home, "resolve", source=relation, database=database, definition=row[0])
+            pass_gate(self.home, "resolve_foreign_table", source=relation, database=database, definition=row[0])
         except psycopg.errors.DatatypeMismatch as error:
             raise SourceChangedError(error.diag.message_primary or "", error.diag.message_hint) from None
 

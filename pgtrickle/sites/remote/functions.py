@@ -34,11 +34,11 @@ class Databases(Protocol):
 def describe_functions(remote: Databases, view: int) -> dict[str, list[tuple[Any, ...]]]:
     """Descriptions of the functions that a view calls, from each remote database that it reads."""
     home = remote.home
-    rows = home.execute("SELECT pgtrickle._own_functions(%s::oid::regclass)", (view,)).fetchall()
+    rows = home.execute("SELECT pgtrickle._user_objects(%s::oid::regclass)", (view,)).fetchall()
     if not rows:
         return {}
     names = [name for (name,) in rows]
-    databases = home.execute("SELECT pgtrickle._databases_behind(%s::oid::regclass)", (view,)).fetchall()
+    databases = home.execute("SELECT pgtrickle._source_databases(%s::oid::regclass)", (view,)).fetchall()
     return {database: remote.ask(database, _DESCRIBE, (names,)) for (database,) in databases}
 
 
@@ -47,7 +47,7 @@ def note_functions(home: psycopg.Connection[Any], described: Mapping[str, Sequen
     for database, found in described.items():
         names, definitions, _, problems = (list(column) for column in zip(*found, strict=True))
         pass_gate(
-            home, "note_functions", database=database, functions=names, definitions=definitions, problems=problems
+            home, "record_functions", database=database, functions=names, definitions=definitions, problems=problems
         )
 
 

@@ -22,7 +22,7 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute')
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers WHERE seen_at > clock_timestamp() - interval '1 minute')
-       AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._tree(buffer) AS part)
+       AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._partition_tree(buffer) AS part)
            > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
 
@@ -43,18 +43,18 @@ BEGIN
         RETURN false;
     END IF;
     RETURN NOT current_setting('track_counts')::boolean OR EXISTS (
-        SELECT FROM pgtrickle._tree(relation) AS member WHERE pg_stat_get_xact_tuples_deleted(member) > 0);
+        SELECT FROM pgtrickle._partition_tree(relation) AS member WHERE pg_stat_get_xact_tuples_deleted(member) > 0);
 END
 $$;
 
 -- Whether a partition or child of a table has no trigger that calls this function. Rows that are written there through the table would be captured,
 -- and be gone unseen when it is detached or dropped before anybody has looked. pg_partition_tree() sees the present in any snapshot.
-CREATE OR REPLACE FUNCTION pgtrickle._is_uncovered(relation oid, capture oid) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._lacks_capture_trigger(relation oid, capture oid) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     RETURN EXISTS (
-        SELECT FROM (SELECT t.relid::oid FROM pg_partition_tree(relation) AS t UNION SELECT pgtrickle._tree(relation)) AS member (relid)
+        SELECT FROM (SELECT t.relid::oid FROM pg_partition_tree(relation) AS t UNION SELECT pgtrickle._partition_tree(relation)) AS member (relid)
         WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member.relid AND t.tgfoid = capture));
 END
 $$;
@@ -68,7 +68,7 @@ AS $$
 BEGIN
     IF (SELECT c.relhassubclass FROM pg_class AS c WHERE c.oid = source)
        AND EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
-                   AND pgtrickle._is_uncovered(source, t.tgfoid)) THEN
+                   AND pgtrickle._lacks_capture_trigger(source, t.tgfoid)) THEN
         RETURN false;
     END IF;
     RETURN NOT EXISTS (
@@ -145,7 +145,7 @@ END
 $$;
 
 -- Tells all capture functions the limit. Only that: the rest of their text must fit the buffer as it is.
-CREATE OR REPLACE FUNCTION pgtrickle._spread_buffer_limit() RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._update_buffer_limits() RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._write_capture_function(

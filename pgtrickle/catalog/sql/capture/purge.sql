@@ -50,7 +50,7 @@ $$;
 
 -- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one they left. A writer has
 -- its number before it asks where to write; a subtransaction that begins now gets a later one.
-CREATE OR REPLACE FUNCTION pgtrickle._note_left(stable_name text, turn bigint) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._record_buffer_switch(stable_name text, turn bigint) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -152,7 +152,7 @@ BEGIN
         freed := emptied.freed;
         IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
             PERFORM setval(turn, number + 1); -- at once and for everybody, whatever becomes of this transaction
-            emptied.kept_upto := pgtrickle._note_left(stable_name, number + 1);
+            emptied.kept_upto := pgtrickle._record_buffer_switch(stable_name, number + 1);
             IF quiet THEN
                 emptied := pgtrickle._empty_buffer(parts[written], known.bound, known.running, NULL);
                 freed := freed + emptied.freed;

@@ -20,8 +20,8 @@ BEGIN
             PERFORM pgtrickle._write_capture_function(
                 tracking.source_stable_name,
                 CASE tracking.capture_kind
-                    WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._shard_definition(
-                        current_user, tracking.source_relid, pgtrickle._shard_capture(tracking.source_relid)))
+                    WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._local_shard_spec(
+                        current_user, tracking.source_relid, pgtrickle._shard_capture_spec(tracking.source_relid)))
                     ELSE pgtrickle._capture_body(tracking.source_relid, tracking.source_stable_name, tracking.tracked_columns, tracking.capture_kind) END,
                 tracking.capture_kind)
             WHERE NOT EXISTS (
@@ -42,8 +42,8 @@ REVOKE EXECUTE ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
 SELECT pgtrickle._renew_capture();
 
 -- Consumers that were there before this was noted.
-UPDATE pgtrickle.pgt_consumers AS c SET written_as = pgtrickle._written_as(s.oid, c.columns_used)
+UPDATE pgtrickle.pgt_consumers AS c SET written_as = pgtrickle._rewrite_state(s.oid, c.columns_used)
 FROM pg_class AS s WHERE s.oid = c.source_relid AND c.written_as IS NULL;
 
 -- Also where there was nothing to upgrade: `pgtrickle upgrade` is how a copy is settled by hand.
-SELECT pgtrickle._settle_copy();
+SELECT pgtrickle._reset_copied_database();

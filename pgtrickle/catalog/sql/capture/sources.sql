@@ -1,7 +1,7 @@
 -- A source and everything below it: partitions at every level, inheritance children.
 -- PL/pgSQL where the service asks often, because it keeps its plans.
 
-CREATE OR REPLACE FUNCTION pgtrickle._tree(source regclass) RETURNS SETOF oid
+CREATE OR REPLACE FUNCTION pgtrickle._partition_tree(source regclass) RETURNS SETOF oid
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -37,7 +37,7 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF EXISTS (SELECT FROM pg_inherits WHERE inhrelid = source)
-       OR EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._tree(source))) THEN
+       OR EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._partition_tree(source))) THEN
         RETURN 'row';
     END IF;
     RETURN 'statement';

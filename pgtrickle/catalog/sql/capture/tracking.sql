@@ -125,7 +125,7 @@ BEGIN
                    'spare_' || stable_name, buffer);
     EXECUTE format('CREATE SEQUENCE pgtrickle_changes.%I OWNED BY %s.__pgt_xid', 'turn_' || stable_name, buffer);
     PERFORM setval(format('pgtrickle_changes.%I', 'turn_' || stable_name)::regclass, 1);
-    PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(buffer::regclass) AS part;
+    PERFORM pgtrickle._protect(part) FROM pgtrickle._partition_tree(buffer::regclass) AS part;
     IF pgtrickle._service_role() <> current_user THEN
         EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
     END IF;
@@ -154,10 +154,10 @@ BEGIN
         AND EXISTS (SELECT FROM pg_proc WHERE oid = tracking.capture AND prosrc = pgtrickle._capture_body(
                 source, tracking.source_stable_name, tracking.tracked_columns, tracking.capture_kind))
         AND NOT EXISTS (
-            SELECT FROM pgtrickle._tree(source) AS member
+            SELECT FROM pgtrickle._partition_tree(source) AS member
             WHERE 4 <> (SELECT count(*) FROM pg_trigger WHERE tgrelid = member AND tgfoid = tracking.capture
                         AND tgname LIKE 'pgtrickle\_capture\_%' AND tgenabled IN ('O', 'A')))
-        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = tracking.capture AND tgrelid NOT IN (SELECT pgtrickle._tree(source)));
+        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = tracking.capture AND tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)));
 END
 $$;
 
@@ -202,7 +202,7 @@ BEGIN
     END LOOP;
     IF changes <> '{}' THEN
         EXECUTE format('ALTER TABLE %s %s', tracking.buffer_relid, array_to_string(changes, ', '));
-        PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(tracking.buffer_relid) AS part;
+        PERFORM pgtrickle._protect(part) FROM pgtrickle._partition_tree(tracking.buffer_relid) AS part;
     END IF;
     IF lossy THEN
         PERFORM pgtrickle._mark(tracking.source_stable_name, 'SCHEMA');

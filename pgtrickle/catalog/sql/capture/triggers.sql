@@ -27,7 +27,7 @@ AS $$
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
     WHERE l.locktype = 'relation' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
       AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-      AND l.relation IN (SELECT pgtrickle._tree(source)
+      AND l.relation IN (SELECT pgtrickle._partition_tree(source)
                          UNION ALL SELECT buffer_relid FROM pgtrickle.pgt_change_tracking WHERE source_relid = source)
       AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
 $$;
@@ -38,7 +38,7 @@ AS $$
 DECLARE
     relation regclass;
 BEGIN
-    FOR relation IN SELECT member FROM pgtrickle._tree(source) AS member WHERE NOT has_table_privilege(member, 'TRIGGER') LOOP
+    FOR relation IN SELECT member FROM pgtrickle._partition_tree(source) AS member WHERE NOT has_table_privilege(member, 'TRIGGER') LOOP
         RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured', quote_ident(current_user), relation
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask its owner to run: GRANT TRIGGER ON %s TO %I;', relation, current_user);
@@ -61,7 +61,7 @@ BEGIN
     END IF;
     SELECT t.source_stable_name INTO stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source;
     IF to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)) IS NOT NULL THEN
-        FOR relation IN SELECT pgtrickle._tree(source) LOOP
+        FOR relation IN SELECT pgtrickle._partition_tree(source) LOOP
             EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
                            'pgtrickle_lock_' || stable_name, relation, 'capture_' || stable_name);
         END LOOP;
@@ -75,7 +75,7 @@ AS $$
 DECLARE
     tracking record;
     wanted record;
-    subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._tree(source)));
+    subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._partition_tree(source)));
     covered boolean := false;
 BEGIN
     SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
@@ -84,7 +84,7 @@ BEGIN
                'pgtrickle_capture_' || lower(o.operation) || '_' || tracking.source_stable_name AS name,
                -- PostgreSQL itself copies the row triggers of a partitioned table to its partitions.
                tracking.capture_kind = 'row' AND o.operation <> 'TRUNCATE' AND c.relispartition AND c.oid <> source AS copied
-        FROM pgtrickle._tree(source) AS member
+        FROM pgtrickle._partition_tree(source) AS member
         JOIN pg_class AS c ON c.oid = member
         CROSS JOIN (VALUES ('INSERT'), ('UPDATE'), ('DELETE'), ('TRUNCATE')) AS o (operation)
         LEFT JOIN pg_trigger AS t ON t.tgrelid = c.oid
@@ -117,7 +117,7 @@ BEGIN
         SELECT t.tgrelid::regclass AS relation, t.tgname AS name
         FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE t.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name))
-          AND t.tgrelid NOT IN (SELECT pgtrickle._tree(source)) AND t.tgparentid = 0 AND pg_has_role(c.relowner, 'USAGE')
+          AND t.tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)) AND t.tgparentid = 0 AND pg_has_role(c.relowner, 'USAGE')
     LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', wanted.name, wanted.relation);
     END LOOP;
@@ -167,7 +167,7 @@ $$;
 
 -- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated column is computed differently,
 -- and when a restart may have emptied an unlogged table.
-CREATE OR REPLACE FUNCTION pgtrickle._tree_state(source regclass, tree oid[]) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._partition_tree_state(source regclass, tree oid[]) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
 BEGIN
@@ -189,7 +189,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._capture_signature(source regclass, columns
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
 DECLARE
-    tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
+    tree oid[] := ARRAY(SELECT pgtrickle._partition_tree(source));
     tracking record;
     capture oid;
 BEGIN
@@ -202,7 +202,7 @@ BEGIN
         source::oid, pgtrickle._capture_kind(source),
         (SELECT string_agg(concat_ws(' ', tgrelid, tgname, tgenabled, xmin), ',' ORDER BY tgrelid, tgname)
          FROM pg_trigger WHERE tgrelid = ANY (tree) AND tgfoid = capture AND tgname LIKE 'pgtrickle\_capture\_%'),
-        pgtrickle._tree_state(source, tree),
+        pgtrickle._partition_tree_state(source, tree),
         (WITH RECURSIVE up (relid, edge) AS (
              SELECT inhparent, xmin::text FROM pg_inherits WHERE inhrelid = source
              UNION

@@ -3,7 +3,7 @@
 
 -- What nodes have to know to capture a table's changes. The function's text is the same everywhere, for Citus copies functions to new
 -- nodes: it names no table by its number, and every column by its name.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_capture(source regclass) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_spec(source regclass) RETURNS jsonb
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT jsonb_build_object(
@@ -12,7 +12,7 @@ AS $$
                                 -- One that Citus made anew has kept its triggers.
                                 (SELECT min(t.source_stable_name) FROM pgtrickle.pgt_change_tracking AS t
                                  JOIN pg_trigger AS g ON g.tgrelid = source AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
-                                 WHERE pgtrickle._has_left(t.source_relid)),
+                                 WHERE pgtrickle._is_gone(t.source_relid)),
                                 pgtrickle._stable_name(source)),
         'placement', pgtrickle._citus_placement(source), 'partitioned', c.relkind = 'p',
         'columns', (SELECT coalesce(jsonb_agg(jsonb_build_object('attnum', a.attnum, 'name', a.attname) ORDER BY a.attnum), '[]')
@@ -23,7 +23,7 @@ $$;
 
 -- The same with what this node knows of the table itself. Of what is said by others only numbers of columns are taken: those of the
 -- coordinator, for on other nodes a table has no dropped columns. Nobody may capture under the name of another table.
-CREATE OR REPLACE FUNCTION pgtrickle._shard_definition(caller name, source regclass, said jsonb) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._local_shard_spec(caller name, source regclass, said jsonb) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -34,7 +34,7 @@ BEGIN
         RAISE EXCEPTION 'database % has no Citus', quote_ident(current_database()) USING ERRCODE = 'feature_not_supported';
     ELSIF stable_name !~ '^[0-9a-f]{16}$' OR tracked <> stable_name
        OR EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
-                  WHERE t.source_stable_name = stable_name AND t.source_relid <> source AND NOT pgtrickle._has_left(t.source_relid)) THEN
+                  WHERE t.source_stable_name = stable_name AND t.source_relid <> source AND NOT pgtrickle._is_gone(t.source_relid)) THEN
         RAISE EXCEPTION '% cannot be captured as %', source, quote_literal(stable_name)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Another table is, or it is captured under another name.';
     ELSIF tracked IS NULL AND stable_name <> (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)) FROM pg_class AS c
@@ -62,7 +62,7 @@ $$;
 -- the columns of a transition table when it analyses a statement, whatever the snapshot is, and does so anew after an ALTER; no catalog
 -- is asked. The planner makes a NULL of each CASE, of its column's type, and record_send() writes types. A name that is not found there is found
 -- in `lacking`, with another type.
-CREATE OR REPLACE FUNCTION pgtrickle._types_in(definition jsonb, transition_table text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._column_types_clause(definition jsonb, transition_table text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT rtrim(pgtrickle._fill_template('capture_shards_types', jsonb_build_object(
@@ -104,7 +104,7 @@ BEGIN
     RETURN NOT EXISTS (
         SELECT FROM pg_lock_status() AS l
         JOIN pg_trigger AS t ON t.tgrelid = l.relation AND t.tgfoid = capture AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
-        WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND pgtrickle._is_uncovered(l.relation, capture));
+        WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND pgtrickle._lacks_capture_trigger(l.relation, capture));
 END
 $$;
 
@@ -155,8 +155,8 @@ BEGIN
         'captured_elsewhere', CASE WHEN definition ->> 'placement' = 'reference' THEN 'pgtrickle._citus_group() OPERATOR(pg_catalog.<>) 0'
                                    ELSE format('TG_NARGS OPERATOR(pg_catalog.>) 0 AND NOT pgtrickle._is_partition(%L, TG_RELID)', stable_name) END);
     SELECT jsonb_object_agg(o.name, pgtrickle._fill_template('capture_shards_operation', parameters || jsonb_build_object(
-               'actual_types', pgtrickle._types_in(definition, o.transition_table),
-               'changes', pgtrickle._changes_of(upper(o.name), of_column.selected))))
+               'actual_types', pgtrickle._column_types_clause(definition, o.transition_table),
+               'changes', pgtrickle._changes_query(upper(o.name), of_column.selected))))
     INTO operations
     FROM (VALUES ('insert', '__pgt_new'), ('update', '__pgt_old'), ('delete', '__pgt_old')) AS o (name, transition_table);
     RETURN pgtrickle._fill_template('capture_shards', parameters || operations || jsonb_build_object(
@@ -169,7 +169,7 @@ $$;
 
 -- What a trigger stores. `selected` are the values of the columns in a row r. Weights have their column's type: a cast would be one more node
 -- above the two halves of an UPDATE.
-CREATE OR REPLACE FUNCTION pgtrickle._changes_of(operation text, selected text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._changes_query(operation text, selected text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT string_agg(format('SELECT pg_catalog.txid_current(), %L::pg_catalog.int2%s FROM %s AS r', c.weight, selected, c.rows),
@@ -206,6 +206,6 @@ BEGIN
         RETURN 'SELECT';
     END IF;
     INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES (stable_name, txid_current());
-    RETURN format('INSERT INTO %s (__pgt_xid, __pgt_w%s) %s', part, targets, pgtrickle._changes_of(operation, selected));
+    RETURN format('INSERT INTO %s (__pgt_xid, __pgt_w%s) %s', part, targets, pgtrickle._changes_query(operation, selected));
 END
 $$;

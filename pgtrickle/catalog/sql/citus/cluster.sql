@@ -67,12 +67,12 @@ AS $$
             OR (SELECT c.relkind = 'p' OR c.relkind = 'r' AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhparent = relation)
                 FROM pg_class AS c WHERE c.oid = relation)
                AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = relation)
-               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid IN (SELECT pgtrickle._tree(relation))))
+               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid IN (SELECT pgtrickle._partition_tree(relation))))
 $$;
 
 -- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not show those), or what was one
 -- waits to be dropped.
-CREATE OR REPLACE FUNCTION pgtrickle._has_left(relation oid) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._is_gone(relation oid) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -84,7 +84,7 @@ END
 $$;
 
 -- The shards of a distributed table that are on this node, with the hashes of their rows.
-CREATE OR REPLACE FUNCTION pgtrickle._shards_here(relation regclass) RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
+CREATE OR REPLACE FUNCTION pgtrickle._local_shards(relation regclass) RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -99,7 +99,7 @@ $$;
 
 -- The column by whose hash the shards of a table can be told: one of a type that all nodes hash alike. The labels of an enum and what regclass and
 -- its kin name have other numbers on every node; strings that are equal and not the same take the column's own collation.
-CREATE OR REPLACE FUNCTION pgtrickle._shards_told_by(relation regclass) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._shard_hash_column(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT a.attname FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
@@ -108,10 +108,10 @@ AS $$
 $$;
 
 -- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.
-CREATE OR REPLACE FUNCTION pgtrickle._rows_here(relation regclass) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._local_rows_query(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT coalesce((SELECT string_agg('SELECT * FROM ' || h.shard, ' UNION ALL ' ORDER BY h.shardid) FROM pgtrickle._shards_here(relation) AS h),
+    SELECT coalesce((SELECT string_agg('SELECT * FROM ' || h.shard, ' UNION ALL ' ORDER BY h.shardid) FROM pgtrickle._local_shards(relation) AS h),
                     (SELECT format('SELECT (NULL::%I.%I).* WHERE false', n.nspname, c.relname)
                      FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = relation))
 $$;

@@ -15,7 +15,7 @@ END
 $$;
 
 -- A distributed table is read from all nodes from now on.
-CREATE OR REPLACE FUNCTION pgtrickle._spread(caller name, source regclass) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._read_from_nodes(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -29,7 +29,7 @@ BEGIN
     END IF;
     PERFORM pgtrickle._require_trigger_right(caller, source);
     groups := pgtrickle._groups_issued();
-    placed := pgtrickle._placed_upto(source);
+    placed := pgtrickle._last_placement_id(source);
     SELECT t.* INTO known FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = source;
     IF known.prepared_group <> groups AND known.placed_upto IS DISTINCT FROM placed THEN
         UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
@@ -41,7 +41,7 @@ BEGIN
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
     ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name,
                                       prepared_group = excluded.prepared_group, placed_upto = excluded.placed_upto;
-    PERFORM pgtrickle._set_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
+    PERFORM pgtrickle._update_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
     IF known.relid IS NULL THEN -- also where there are no other nodes
         PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = source);
@@ -59,7 +59,7 @@ END
 $$;
 
 -- The last placement of a shard of a table: another one after every move.
-CREATE OR REPLACE FUNCTION pgtrickle._placed_upto(relation regclass) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._last_placement_id(relation regclass) RETURNS bigint
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -68,12 +68,12 @@ END
 $$;
 
 -- Shards that moved while all nodes captured them are no matter.
-CREATE OR REPLACE FUNCTION pgtrickle._note_placements() RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_placements() RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    UPDATE pgtrickle.pgt_sharded_tables AS t SET placed_upto = pgtrickle._placed_upto(t.relid)
+    UPDATE pgtrickle.pgt_sharded_tables AS t SET placed_upto = pgtrickle._last_placement_id(t.relid)
     WHERE t.database_set = '@cluster' AND t.prepared_group = pgtrickle._groups_issued()
-      AND t.placed_upto IS DISTINCT FROM pgtrickle._placed_upto(t.relid)
+      AND t.placed_upto IS DISTINCT FROM pgtrickle._last_placement_id(t.relid)
 $$;
 
 -- Nodes that the cluster has no longer, and that no table is read from, are forgotten.
@@ -99,7 +99,7 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._is_spread(relation regclass) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._is_read_from_nodes(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation AND t.database_set = '@cluster')
@@ -110,7 +110,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._unread_node(relation regclass) RETURNS tex
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF relation IS NULL OR NOT pgtrickle._is_spread(relation) THEN
+    IF relation IS NULL OR NOT pgtrickle._is_read_from_nodes(relation) THEN
         RETURN NULL;
     END IF;
     RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
@@ -121,7 +121,7 @@ END
 $$;
 
 -- Distributed tables that are not read from all nodes of the cluster, at their addresses, or from one that it has no longer.
-CREATE OR REPLACE FUNCTION pgtrickle._unsettled_tables() RETURNS SETOF regclass
+CREATE OR REPLACE FUNCTION pgtrickle._outdated_distributed_tables() RETURNS SETOF regclass
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -167,7 +167,7 @@ BEGIN
                       OR t.capture_kind IS NULL AND d.source_type IN ('TABLE', 'PARTITIONED') AND pgtrickle._is_citus_source(d.source_relid) -- what began before failed
                       OR pgtrickle._unread_node(d.through) IS NOT NULL
                       -- Of an earlier version, which did not read the coordinator.
-                      OR pgtrickle._is_spread(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
+                      OR pgtrickle._is_read_from_nodes(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
                                                                          WHERE h.pgt_id = d.pgt_id AND h.source_relid = d.through)));
         -- A table that is not distributed any more is read here again.
         DELETE FROM pgtrickle.pgt_sharded_tables AS t
@@ -208,7 +208,7 @@ AS $$
 $$;
 
 -- Why the changes of a distributed table cannot be captured on its nodes, and what to do; NULL if they can.
-CREATE OR REPLACE FUNCTION pgtrickle._not_spreadable(relation oid) RETURNS text[]
+CREATE OR REPLACE FUNCTION pgtrickle._node_capture_problem(relation oid) RETURNS text[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE WHEN c.relispartition THEN ARRAY[
@@ -217,7 +217,7 @@ AS $$
                 ELSE (SELECT ARRAY[format('%s has columnar storage, which has no triggers that see changed rows',
                                           CASE WHEN member = c.oid THEN 'it' ELSE format('its partition %s', member::regclass) END),
                                    'Use SELECT alter_table_set_access_method(…, ''heap'').']
-                      FROM pgtrickle._tree(c.oid) AS member JOIN pg_class AS m ON m.oid = member JOIN pg_am AS a ON a.oid = m.relam
+                      FROM pgtrickle._partition_tree(c.oid) AS member JOIN pg_class AS m ON m.oid = member JOIN pg_am AS a ON a.oid = m.relam
                       WHERE a.amname = 'columnar' ORDER BY m.relname LIMIT 1) END
     FROM pg_class AS c WHERE c.oid = relation
 $$;

@@ -1,7 +1,7 @@
 -- Where a stream table is in a Citus cluster: on the coordinator, on all nodes, or distributed.
 
 -- What we create is this node's, but for what is said to be everybody's. Gives the setting as it was; NULL without Citus.
-CREATE OR REPLACE FUNCTION pgtrickle._keep_ddl_here() RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._disable_ddl_propagation() RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -16,7 +16,7 @@ END
 $$;
 
 -- As it was asked for. Of itself a stream table is placed if it reads a distributed table; its first filling then decides how.
-CREATE OR REPLACE FUNCTION pgtrickle._choose_placement(view regclass, wanted text, distribution_column text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._choose_st_placement(view regclass, wanted text, distribution_column text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -40,7 +40,7 @@ $$;
 
 -- A table that every apply to a placed stream table writes. It is one of Citus's own, on the coordinator only: that makes such a transaction
 -- commit in two phases, here and on the nodes. It has no place in the catalog, which nodes have too.
-CREATE OR REPLACE FUNCTION pgtrickle._prepare_two_phases() RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._prepare_two_phase_commit() RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 BEGIN
@@ -58,21 +58,21 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._note_placement(caller name, id bigint, placement text, distribution_column text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_st_placement(caller name, id bigint, placement text, distribution_column text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'place');
     UPDATE pgtrickle.pgt_stream_tables AS s
-    SET st_placement = _note_placement.placement, output_distribution_column = distribution_column WHERE s.pgt_id = id;
+    SET st_placement = _record_st_placement.placement, output_distribution_column = distribution_column WHERE s.pgt_id = id;
     IF placement IN ('reference', 'distributed') THEN
-        PERFORM pgtrickle._prepare_two_phases();
+        PERFORM pgtrickle._prepare_two_phase_commit();
     END IF;
 END
 $$;
 
 -- With the rights of its owner, while it is empty.
-CREATE OR REPLACE FUNCTION pgtrickle._place(id bigint, placement text, distribution_column text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._distribute_stream_table(id bigint, placement text, distribution_column text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -88,7 +88,7 @@ BEGIN
         END IF;
         PERFORM set_config('citus.enable_ddl_propagation', former, true);
     END IF;
-    PERFORM pgtrickle._gate('note_placement', jsonb_build_object('id', id, 'placement', placement, 'column', distribution_column));
+    PERFORM pgtrickle._gate('record_st_placement', jsonb_build_object('id', id, 'placement', placement, 'column', distribution_column));
 END
 $$;
 
@@ -101,7 +101,7 @@ AS $$
        AND EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation))
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._note_coordinator(caller name, id bigint) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_coordinator(caller name, id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN

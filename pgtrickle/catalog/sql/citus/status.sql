@@ -6,7 +6,7 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce(jsonb_object_agg(t.source_relid::regclass::text, jsonb_build_object(
                'shards', h.number, 'missing', h.missing,
-               'waiting', (SELECT sum(pg_stat_get_live_tuples(b)) FROM pgtrickle._tree(t.buffer_relid) AS b))), '{}')
+               'waiting', (SELECT sum(pg_stat_get_live_tuples(b)) FROM pgtrickle._partition_tree(t.buffer_relid) AS b))), '{}')
     FROM pgtrickle.pgt_change_tracking AS t
     CROSS JOIN LATERAL (
         SELECT count(*) AS number,
@@ -14,7 +14,7 @@ AS $$
                                           WHERE g.tgrelid = c.relation AND g.tgenabled = 'O'
                                             AND g.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))))), 0)
                    AS missing
-        FROM pgtrickle._captured_here(t.source_relid) AS c
+        FROM pgtrickle._local_capture_targets(t.source_relid) AS c
     ) AS h
     WHERE t.capture_kind = 'shards' AND EXISTS (SELECT FROM pg_class AS r WHERE r.oid = t.source_relid)
 $$;

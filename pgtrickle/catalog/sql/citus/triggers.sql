@@ -14,7 +14,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._track_shards(caller name, source regclass,
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
-    definition jsonb := pgtrickle._shard_definition(caller, source, said);
+    definition jsonb := pgtrickle._local_shard_spec(caller, source, said);
     stable_name text := definition ->> 'stable_name';
     buffer regclass;
     col jsonb;
@@ -25,7 +25,7 @@ BEGIN
     -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
     UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
     WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
-      AND pgtrickle._has_left(t.source_relid);
+      AND pgtrickle._is_gone(t.source_relid);
     IF FOUND THEN
         PERFORM pgtrickle._mark(stable_name, 'SCHEMA');
         UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;
@@ -48,7 +48,7 @@ BEGIN
         END IF;
         EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
     END LOOP;
-    PERFORM pgtrickle._protect(part) FROM pgtrickle._tree(buffer) AS part;
+    PERFORM pgtrickle._protect(part) FROM pgtrickle._partition_tree(buffer) AS part;
     PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
     UPDATE pgtrickle.pgt_change_tracking AS t
     SET capture_kind = 'shards',
@@ -61,18 +61,18 @@ END
 $$;
 
 -- What can be written to on this node: the shards of a table and of its partitions, or these themselves.
-CREATE OR REPLACE FUNCTION pgtrickle._captured_here(source regclass) RETURNS TABLE (relation regclass, suffix text)
+CREATE OR REPLACE FUNCTION pgtrickle._local_capture_targets(source regclass) RETURNS TABLE (relation regclass, suffix text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF pgtrickle._citus_placement(source) = 'local' THEN
-        RETURN QUERY SELECT member::regclass, '' FROM pgtrickle._tree(source) AS member;
+        RETURN QUERY SELECT member::regclass, '' FROM pgtrickle._partition_tree(source) AS member;
     ELSE
         RETURN QUERY
         SELECT h.shard, '_' || h.shardid
         FROM (SELECT to_regclass(shard_name(s.logicalrelid, s.shardid, false)) AS shard, s.shardid
               FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
-              WHERE s.logicalrelid IN (SELECT pgtrickle._tree(source)) AND p.shardstate = 1
+              WHERE s.logicalrelid IN (SELECT pgtrickle._partition_tree(source)) AND p.shardstate = 1
                 AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) OFFSET 0) AS h
         WHERE h.shard IS NOT NULL;
     END IF;
@@ -96,7 +96,7 @@ $$;
 
 -- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and somebody may have switched
 -- one off. Replacing one waits for the writers of its table, and keeps new ones out until the end of the transaction.
-CREATE OR REPLACE FUNCTION pgtrickle._attach_here(source regclass, stable_name text, lock_out boolean) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._attach_local_triggers(source regclass, stable_name text, lock_out boolean) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -104,7 +104,7 @@ DECLARE
     covered boolean := false;
 BEGIN
     FOR wanted IN
-        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._captured_here(source) AS h
+        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._local_capture_targets(source) AS h
         CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
         LEFT JOIN pg_trigger AS t ON t.tgrelid = h.relation AND t.tgenabled = 'O'
             AND t.tgname = format('pgtrickle_capture_%s_%s%s', lower(o.operation), stable_name, h.suffix)
@@ -118,7 +118,7 @@ BEGIN
         END IF;
     END LOOP;
     IF covered THEN -- plans of writers that have found it otherwise are made anew
-        PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix) FROM pgtrickle._captured_here(source) AS h
+        PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix) FROM pgtrickle._local_capture_targets(source) AS h
         WHERE pg_partition_root(h.relation) = h.relation;
     END IF;
 END
@@ -137,29 +137,29 @@ $$;
 
 -- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another text of the function must
 -- have ended before rows are read: what it stores is what that text says.
-CREATE OR REPLACE FUNCTION pgtrickle._fit_shards(said jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._align_shard_capture(said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     source regclass := (said ->> 'name')::regclass;
-    definition jsonb := pgtrickle._shard_definition(current_user, source, said);
+    definition jsonb := pgtrickle._local_shard_spec(current_user, source, said);
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', definition ->> 'stable_name'));
     attached boolean;
     former text := current_setting('lock_timeout');
     timeout text := pgtrickle._setting('lock_timeout_ms') || 'ms';
 BEGIN
-    PERFORM pgtrickle._keep_ddl_here(), set_config('lock_timeout', timeout, true);
+    PERFORM pgtrickle._disable_ddl_propagation(), set_config('lock_timeout', timeout, true);
     attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture)
                 AND NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1); -- for each row: they go
     IF attached THEN
         PERFORM pgtrickle._gate('grant_capture', jsonb_build_object('source', source::oid));
     END IF;
     IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
-        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', true);
+        PERFORM pgtrickle._attach_local_triggers(source, definition ->> 'stable_name', true);
     END IF;
     PERFORM pgtrickle._gate('track_shards', jsonb_build_object('source', source::oid, 'definition', definition));
     IF attached THEN
-        PERFORM pgtrickle._attach_here(source, definition ->> 'stable_name', false);
+        PERFORM pgtrickle._attach_local_triggers(source, definition ->> 'stable_name', false);
     END IF;
     PERFORM set_config('lock_timeout', former, true);
 EXCEPTION WHEN lock_not_available THEN
@@ -169,8 +169,8 @@ END
 $$;
 
 -- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET LOCAL says, and nothing
--- else. Gives what was set before, for _end_ddl().
-CREATE OR REPLACE FUNCTION pgtrickle._send_ddl() RETURNS jsonb
+-- else. Gives what was set before, for _restore_ddl_settings().
+CREATE OR REPLACE FUNCTION pgtrickle._enable_ddl_propagation() RETURNS jsonb
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -186,7 +186,7 @@ END
 $$;
 
 -- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here are what they were.
-CREATE OR REPLACE FUNCTION pgtrickle._end_ddl(former jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._restore_ddl_settings(former jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -200,27 +200,27 @@ CREATE OR REPLACE FUNCTION pgtrickle._attach_shards(source regclass) RETURNS tex
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    definition jsonb := pgtrickle._shard_capture(source);
+    definition jsonb := pgtrickle._shard_capture_spec(source);
     stable_name text := definition ->> 'stable_name';
     former jsonb;
     wanted record;
-    problem text[] := pgtrickle._not_spreadable(source);
+    problem text[] := pgtrickle._node_capture_problem(source);
 BEGIN
     IF pgtrickle._citus_group() <> 0 THEN
         RETURN stable_name; -- on a node, which the coordinator has told what to capture
     ELSIF problem IS NOT NULL THEN
         RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1] USING ERRCODE = 'feature_not_supported', HINT = problem[2];
-    ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._shards_here(source)) THEN
+    ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._local_shards(source)) THEN
         RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it', source
             USING ERRCODE = 'object_not_in_prerequisite_state',
                   HINT = 'SELECT citus_set_coordinator_host(…) and SELECT replicate_reference_tables() give it one.';
     END IF;
-    PERFORM pgtrickle._fit_shards(definition);
+    PERFORM pgtrickle._align_shard_capture(definition);
     IF pgtrickle._citus_placement(source) <> 'local' THEN
-        former := pgtrickle._send_ddl();
+        former := pgtrickle._enable_ddl_propagation();
     END IF;
     FOR wanted IN
-        SELECT member::regclass AS relation, o.operation FROM pgtrickle._tree(source) AS member
+        SELECT member::regclass AS relation, o.operation FROM pgtrickle._partition_tree(source) AS member
         CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
         WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member AND t.tgenabled = 'O'
                           AND t.tgname = format('pgtrickle_capture_%s_%s', lower(o.operation), stable_name))
@@ -232,14 +232,14 @@ BEGIN
     FOR wanted IN
         SELECT t.tgrelid::regclass AS relation, t.tgname FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE t.tgfoid = to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()')
-          AND t.tgrelid NOT IN (SELECT pgtrickle._tree(source)) AND pg_has_role(c.relowner, 'USAGE')
+          AND t.tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)) AND pg_has_role(c.relowner, 'USAGE')
     LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', wanted.tgname, wanted.relation);
     END LOOP;
     IF former IS NOT NULL THEN
-        PERFORM pgtrickle._end_ddl(former);
+        PERFORM pgtrickle._restore_ddl_settings(former);
     END IF;
-    PERFORM pgtrickle._attach_here(source, stable_name, false);
+    PERFORM pgtrickle._attach_local_triggers(source, stable_name, false);
     RETURN stable_name;
 END
 $$;
@@ -253,11 +253,11 @@ DECLARE
 BEGIN
     IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
        AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
-        former := pgtrickle._send_ddl();
+        former := pgtrickle._enable_ddl_propagation();
     END IF;
     EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
     IF former IS NOT NULL THEN
-        PERFORM pgtrickle._end_ddl(former);
+        PERFORM pgtrickle._restore_ddl_settings(former);
     END IF;
 END
 $$;
@@ -271,8 +271,8 @@ AS $$
 DECLARE
     placement text := pgtrickle._citus_placement(source);
     capture regprocedure := to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name));
-    tree oid[] := ARRAY(SELECT pgtrickle._tree(source));
-    written oid[] := ARRAY(SELECT h.relation::oid FROM pgtrickle._captured_here(source) AS h);
+    tree oid[] := ARRAY(SELECT pgtrickle._partition_tree(source));
+    written oid[] := ARRAY(SELECT h.relation::oid FROM pgtrickle._local_capture_targets(source) AS h);
 BEGIN
     IF placement IN ('reference', 'citus_local') AND pgtrickle._citus_group() = 0 AND written = '{}'
        OR 4 > ANY (SELECT count(t.oid) FROM unnest(written) AS relation
@@ -286,19 +286,19 @@ BEGIN
         -- Those for TRUNCATE are made anew at times, to lock writers out.
         (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname) FROM pg_trigger AS t
          WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'),
-        pgtrickle._tree_state(source, tree)));
+        pgtrickle._partition_tree_state(source, tree)));
 END
 $$;
 
 -- The same on all other nodes, each in a transaction of its own, with the rights of whoever calls.
-CREATE OR REPLACE FUNCTION pgtrickle._fit_nodes(source regclass) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._align_node_capture(source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     answer record;
 BEGIN
     FOR answer IN
-        SELECT * FROM run_command_on_workers(format('SELECT pgtrickle._fit_shards(%L)', pgtrickle._shard_capture(source)))
+        SELECT * FROM run_command_on_workers(format('SELECT pgtrickle._align_shard_capture(%L)', pgtrickle._shard_capture_spec(source)))
     LOOP
         IF NOT answer.success THEN
             RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport, answer.result

@@ -29,17 +29,17 @@ BEGIN
         PERFORM pgtrickle._track_shards(caller, source, a -> 'definition');
     ELSIF NEW.action = 'mark_gap' THEN
         PERFORM pgtrickle._mark_gap(caller, source, a ->> 'stable_name');
-    ELSIF NEW.action = 'spread' THEN
-        PERFORM pgtrickle._spread(caller, source);
+    ELSIF NEW.action = 'read_from_nodes' THEN
+        PERFORM pgtrickle._read_from_nodes(caller, source);
     -- Stream tables
-    ELSIF NEW.action = 'begin' THEN
+    ELSIF NEW.action = 'begin_create' THEN
         PERFORM pgtrickle._open_views(caller);
-        NEW.result := to_jsonb(pgtrickle._new_id());
-    ELSIF NEW.action = 'open' THEN
+        NEW.result := to_jsonb(pgtrickle._next_id());
+    ELSIF NEW.action = 'begin_alter' THEN
         PERFORM pgtrickle._require_owner(caller, id, 'alter');
         PERFORM pgtrickle._open_views(caller);
-    ELSIF NEW.action = 'begin_drop' THEN
-        PERFORM pgtrickle._begin_drop(caller, ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
+    ELSIF NEW.action = 'lock_for_drop' THEN
+        PERFORM pgtrickle._lock_for_drop(caller, ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
     ELSIF NEW.action = 'register' THEN
         PERFORM pgtrickle._check_options(a ->> 'schedule', a ->> 'refresh_mode', a ->> 'placement');
         PERFORM pgtrickle._register(
@@ -47,22 +47,22 @@ BEGIN
             (a ->> 'pooler_compatibility_mode')::boolean, a ->> 'placement',
             CASE WHEN a -> 'key_columns' <> 'null' THEN ARRAY(SELECT jsonb_array_elements_text(a -> 'key_columns')) END,
             pgtrickle._known_session_settings(a -> 'session_settings'));
-    ELSIF NEW.action = 'change' THEN
+    ELSIF NEW.action = 'update' THEN
         PERFORM pgtrickle._check_options(a ->> 'schedule', a ->> 'refresh_mode', a ->> 'placement', a ->> 'status', a ->> 'tier',
                                          (a ->> 'fuse_ceiling')::bigint, a ->> 'lost_members');
-        PERFORM pgtrickle._change(
+        PERFORM pgtrickle._update_stream_table(
             caller, id, a ->> 'query', a ->> 'schedule', a ->> 'refresh_mode', a ->> 'status', (a ->> 'pooler_compatibility_mode')::boolean,
             a ->> 'placement', pgtrickle._known_session_settings(nullif(a -> 'session_settings', 'null')), a ->> 'tier', (a ->> 'fuse_ceiling')::bigint, a ->> 'lost_members');
-    ELSIF NEW.action = 'note_mode' THEN
-        PERFORM pgtrickle._note_mode(caller, id, a ->> 'mode', a ->> 'reason');
-    ELSIF NEW.action = 'note_coordinator' THEN
-        PERFORM pgtrickle._note_coordinator(caller, id);
-    ELSIF NEW.action = 'note_placement' THEN
-        PERFORM pgtrickle._note_placement(caller, id, a ->> 'placement', a ->> 'column');
-    ELSIF NEW.action = 'group' THEN
-        PERFORM pgtrickle._group(caller, a ->> 'name', ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
-    ELSIF NEW.action = 'ungroup' THEN
-        PERFORM pgtrickle._ungroup(caller, a ->> 'name');
+    ELSIF NEW.action = 'record_mode' THEN
+        PERFORM pgtrickle._record_mode(caller, id, a ->> 'mode', a ->> 'reason');
+    ELSIF NEW.action = 'record_coordinator' THEN
+        PERFORM pgtrickle._record_coordinator(caller, id);
+    ELSIF NEW.action = 'record_st_placement' THEN
+        PERFORM pgtrickle._record_st_placement(caller, id, a ->> 'placement', a ->> 'column');
+    ELSIF NEW.action = 'create_group' THEN
+        PERFORM pgtrickle._create_group(caller, a ->> 'name', ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
+    ELSIF NEW.action = 'drop_group' THEN
+        PERFORM pgtrickle._drop_group(caller, a ->> 'name');
     ELSIF NEW.action = 'reset_fuse' THEN
         PERFORM pgtrickle._reset_fuse(caller, id, a ->> 'action');
     -- Requests
@@ -71,15 +71,15 @@ BEGIN
     ELSIF NEW.action = 'ask_for_changes' THEN
         NEW.result := to_jsonb(pgtrickle._ask_for_changes(caller, (a ->> 'reader')::bigint, id));
     -- Other databases
-    ELSIF NEW.action = 'stand_in' THEN
-        PERFORM pgtrickle._stand_in(caller, a ->> 'database', a -> 'definition');
-    ELSIF NEW.action = 'stand_in_for_all' THEN
-        PERFORM pgtrickle._stand_in_for_all(caller, a ->> 'database_set', a ->> 'schema', a ->> 'name',
+    ELSIF NEW.action = 'import_table' THEN
+        PERFORM pgtrickle._import_table(caller, a ->> 'database', a -> 'definition');
+    ELSIF NEW.action = 'import_set_table' THEN
+        PERFORM pgtrickle._import_set_table(caller, a ->> 'database_set', a ->> 'schema', a ->> 'name',
                                             ARRAY(SELECT jsonb_array_elements_text(a -> 'members')));
-    ELSIF NEW.action = 'resolve' THEN
-        PERFORM pgtrickle._resolve(caller, source, a ->> 'database', a -> 'definition');
-    ELSIF NEW.action = 'note_functions' THEN
-        PERFORM pgtrickle._note_functions(
+    ELSIF NEW.action = 'resolve_foreign_table' THEN
+        PERFORM pgtrickle._resolve_foreign_table(caller, source, a ->> 'database', a -> 'definition');
+    ELSIF NEW.action = 'record_functions' THEN
+        PERFORM pgtrickle._record_functions(
             caller, a ->> 'database', ARRAY(SELECT jsonb_array_elements_text(a -> 'functions')),
             ARRAY(SELECT jsonb_array_elements_text(a -> 'definitions')), ARRAY(SELECT jsonb_array_elements_text(a -> 'problems')));
     ELSE

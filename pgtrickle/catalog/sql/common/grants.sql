@@ -32,32 +32,32 @@ LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT unnest(ARRAY[
         -- Identity
-        '_gate', '_acts_for', '_is_administrator', '_may_see', '_require_administrator', '_hidden',
+        '_gate', '_acts_for', '_is_administrator', '_may_see', '_require_administrator', '_redacted',
         -- Settings and status, with their owner's rights
-        '_setting', '_setting_sources', '_used_setting', '_service_role', '_freshness', '_lateness', '_service_state', '_job_status',
-        '_buffer_sizes', '_node_report', '_followed_nodes', '_not_served', '_capture_signature', '_shard_capture', '_is_spread', '_is_stand_in',
-        '_is_set', '_is_registered', '_members_of', '_registered_databases', '_databases_behind', '_pieces', '_unread_node',
+        '_setting', '_setting_sources', '_effective_setting', '_service_role', '_freshness', '_late_stream_tables', '_service_state', '_job_status',
+        '_buffer_sizes', '_node_report', '_followed_nodes', '_not_served', '_capture_signature', '_shard_capture_spec', '_is_read_from_nodes', '_is_stand_in',
+        '_is_database_set', '_is_registered', '_set_members', '_registered_databases', '_source_databases', '_query_tokens', '_unread_node',
         '_warn_without_service',
         -- Tidying up, with their owner's rights
         '_forget_dropped', '_untrack_unused', '_resume_stopped',
         -- Trigger functions, which can only be attached
         '_guard', '_refuse_stand_in',
         -- Everything else acts with the rights of its caller
-        '_alter', '_attach', '_attach_here', '_attach_shards', '_attach_sources', '_attach_triggers', '_await', '_base_type', '_behind',
-        '_buffer_type', '_can_capture', '_capture_kind', '_capture_problems', '_captured_here', '_changes_of', '_check_options', '_check_polled',
-        '_check_query', '_check_trigger_rights', '_check_use', '_choose_placement', '_citus_group', '_citus_nodes', '_citus_placement', '_citus_status',
+        '_alter', '_attach', '_attach_local_triggers', '_attach_shards', '_attach_sources', '_attach_triggers', '_await', '_base_type', '_resolved_sources',
+        '_buffer_type', '_can_capture', '_capture_kind', '_capture_problems', '_local_capture_targets', '_changes_query', '_check_options', '_check_polled',
+        '_check_query', '_check_trigger_rights', '_check_database_use', '_choose_st_placement', '_citus_group', '_citus_nodes', '_citus_placement', '_citus_status',
         '_column_names', '_columns_renamed', '_create', '_create_capture_trigger', '_create_shard_trigger', '_create_storage',
-        '_default_collation', '_definition', '_descends', '_describe_functions', '_describe_table', '_distribution_column', '_drop', '_dsn_of',
-        '_duration', '_end_ddl', '_error_remedy', '_find', '_find_key', '_fit_nodes', '_fit_shards', '_foreign_names', '_former_row_id', '_function_conflicts',
-        '_functions_used', '_get', '_has_citus', '_has_left', '_has_our_rights', '_held_back', '_hidden_sources', '_inert_body', '_is_citus_source',
-        '_is_distributed', '_is_read_through_coordinator', '_keep_ddl_here', '_key_of', '_known_settings', '_labels', '_like', '_local_text',
-        '_lock_holders', '_lock_source', '_milliseconds', '_named', '_node', '_node_name', '_normal_value', '_not_spreadable',
-        '_own_functions', '_owner_function', '_owner_functions', '_owner_functions_ddl', '_are_owner_functions_current', '_are_owner_functions_earlier', '_make_owner_functions', '_ownership_problem', '_parse_name', '_place',
-        '_points_to', '_privilege_problem', '_problems', '_refresh_payload', '_refresh_stats', '_replace', '_replace_query', '_request',
-        '_request_state', '_retrack', '_row_id', '_row_security_applies', '_rows_here', '_rules', '_runs_own_code', '_same_table', '_send_ddl',
-        '_session_settings', '_setting_remedy', '_shape', '_shard_capture_body', '_shard_definition', '_shards_here', '_shards_told_by',
-        '_signal_dag_rebuild', '_sources', '_stable_name', '_staleness', '_stored_columns', '_stranger', '_stranger_in_type', '_table_key', '_tier', '_time_dependent', '_tree', '_tree_state', '_types_in', '_template', '_fill_template',
-        '_untrusted_cast', '_upstream', '_visible_text', '_wake', '_warn_of_time', '_with_readers', '_write_view', '_written_as']::name[])
+        '_default_collation', '_definition', '_descends', '_describe_functions', '_describe_table', '_distribution_column', '_drop', '_database_dsn',
+        '_parse_duration', '_restore_ddl_settings', '_error_remedy', '_find_id', '_find_key', '_align_node_capture', '_align_shard_capture', '_three_part_names', '_former_row_id', '_function_conflicts',
+        '_functions_used', '_require_id', '_has_citus', '_is_gone', '_is_trusted_role', '_vacuum_blockers', '_hidden_sources', '_inert_body', '_is_citus_source',
+        '_is_distributed', '_is_read_through_coordinator', '_disable_ddl_propagation', '_primary_key', '_known_settings', '_enum_labels', '_like_pattern', '_localized_query',
+        '_lock_holders', '_lock_source', '_milliseconds', '_current_names', '_database_identity', '_node_name', '_normal_value', '_node_capture_problem',
+        '_user_objects', '_owner_function', '_owner_functions', '_owner_functions_ddl', '_are_owner_functions_current', '_are_owner_functions_earlier', '_make_owner_functions', '_ownership_problem', '_parse_name', '_distribute_stream_table',
+        '_foreign_table_target', '_privilege_problem', '_health_problems', '_refresh_payload', '_refresh_stats', '_replace', '_replace_query', '_request',
+        '_request_state', '_retrack', '_row_id', '_row_security_applies', '_local_rows_query', '_view_rules', '_runs_user_code', '_locate_table', '_enable_ddl_propagation',
+        '_session_settings', '_setting_remedy', '_column_list', '_shard_capture_body', '_local_shard_spec', '_local_shards', '_shard_hash_column',
+        '_signal_dag_rebuild', '_sources', '_stable_name', '_staleness', '_stored_columns', '_untrusted_owner', '_untrusted_type_owner', '_table_key', '_tier', '_time_dependent', '_partition_tree', '_partition_tree_state', '_column_types_clause', '_template', '_fill_template',
+        '_untrusted_cast', '_upstream_ids', '_without_row_ids', '_notify_services', '_warn_time_dependent', '_id_with_readers', '_write_view', '_rewrite_state']::name[])
 $$;
 
 -- What the service calls besides, and administrators.
@@ -65,11 +65,11 @@ CREATE OR REPLACE FUNCTION pgtrickle._callable_by_administrators() RETURNS SETOF
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT unnest(ARRAY[
-        '_administer', '_set', '_pause', '_stop_capture', '_settle_schedules', '_emit', '_purge', '_drop_foreign_changes', '_pending',
+        '_administer', '_set', '_pause', '_stop_capture', '_update_intervals', '_emit_event', '_purge', '_drop_foreign_changes', '_has_pending_changes',
         '_check_commit', '_make_state', '_grant_state', '_renew_owner_functions', '_end_renewal',
-        '_register_database', '_remove_database', '_register_set', '_remove_set', '_note_set', '_register_node',
-        '_forget_nodes', '_unused_nodes', '_unsettled_tables', '_note_placements', '_follow_placements', '_groups_issued', '_placed_upto',
-        '_consumed', '_look', '_incarnation', '_prove', '_keep_consumers', '_settle_copy', '_subscribe', '_use_problems', '_elect_broker', '_register_interest']::name[])
+        '_register_database', '_remove_database', '_register_set', '_remove_set', '_record_set_problem', '_register_node',
+        '_forget_nodes', '_unused_nodes', '_outdated_distributed_tables', '_record_placements', '_follow_placements', '_groups_issued', '_last_placement_id',
+        '_consumer_sources', '_poll_consumers', '_incarnation', '_store_proof', '_keep_consumers', '_reset_copied_database', '_subscribe', '_database_use_problems', '_elect_broker', '_register_interest']::name[])
 $$;
 
 DO $$

@@ -43,7 +43,7 @@ END
 $$;
 
 -- What stands for a message that somebody may not see.
-CREATE OR REPLACE FUNCTION pgtrickle._hidden() RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._redacted() RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT 'shown to the owner of the stream table and to administrators'
@@ -67,9 +67,9 @@ SELECT t.pgt_id, t.pgt_schema, t.pgt_name, t.pgt_relid, t.view_relid, t.schedule
        t.fuse_blown_at, t.fuse_passes, t.lost_members, t.output_distribution_column, t.polled, t.has_former_row_ids,
        CASE WHEN v.visible THEN t.defining_query END AS defining_query,
        CASE WHEN v.visible THEN t.mode_reason END AS mode_reason,
-       CASE WHEN v.visible THEN t.status_reason WHEN t.status_reason IS NOT NULL THEN pgtrickle._hidden() END AS status_reason,
-       CASE WHEN v.visible THEN t.reinit_reason WHEN t.reinit_reason IS NOT NULL THEN pgtrickle._hidden() END AS reinit_reason,
-       CASE WHEN v.visible THEN t.last_error WHEN t.last_error IS NOT NULL THEN pgtrickle._hidden() END AS last_error,
+       CASE WHEN v.visible THEN t.status_reason WHEN t.status_reason IS NOT NULL THEN pgtrickle._redacted() END AS status_reason,
+       CASE WHEN v.visible THEN t.reinit_reason WHEN t.reinit_reason IS NOT NULL THEN pgtrickle._redacted() END AS reinit_reason,
+       CASE WHEN v.visible THEN t.last_error WHEN t.last_error IS NOT NULL THEN pgtrickle._redacted() END AS last_error,
        t.error_kind
 FROM pgtrickle.pgt_stream_tables AS t
 CROSS JOIN LATERAL (SELECT pgtrickle._may_see(t.pgt_relid) AS visible OFFSET 0) AS v;
@@ -77,7 +77,7 @@ CROSS JOIN LATERAL (SELECT pgtrickle._may_see(t.pgt_relid) AS visible OFFSET 0) 
 CREATE OR REPLACE VIEW pgtrickle.pgt_visible_history WITH (security_barrier) AS
 SELECT h.refresh_id, h.pgt_id, h.pgt_schema, h.pgt_name, h.start_time, h.end_time, h.status, h.action, h.initiated_by,
        CASE WHEN v.visible THEN h.reason END AS reason, h.rows_in, h.rows_inserted, h.rows_updated, h.rows_deleted, h.phases,
-       CASE WHEN v.visible THEN h.error WHEN h.error IS NOT NULL THEN pgtrickle._hidden() END AS error, h.sqlstate, h.frontier, h.kind
+       CASE WHEN v.visible THEN h.error WHEN h.error IS NOT NULL THEN pgtrickle._redacted() END AS error, h.sqlstate, h.frontier, h.kind
 FROM pgtrickle.pgt_refresh_history AS h
 LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
 CROSS JOIN LATERAL (SELECT pgtrickle._may_see(s.pgt_relid) AS visible OFFSET 0) AS v;

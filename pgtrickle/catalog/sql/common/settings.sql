@@ -94,7 +94,7 @@ AS $$
 $$;
 
 -- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by itself.
-CREATE OR REPLACE FUNCTION pgtrickle._wake(reason text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._notify_services(reason text) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pg_notify('pgtrickle_wake', reason) WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
@@ -132,11 +132,11 @@ BEGIN
         DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
     END IF;
     IF short = 'max_buffer_rows' THEN
-        PERFORM pgtrickle._spread_buffer_limit();
+        PERFORM pgtrickle._update_buffer_limits();
     ELSIF short = 'default_schedule_seconds' THEN
-        PERFORM pgtrickle._settle_schedules();
+        PERFORM pgtrickle._update_intervals();
     END IF;
-    PERFORM pgtrickle._wake('setting ' || short);
+    PERFORM pgtrickle._notify_services('setting ' || short);
 END
 $$;
 

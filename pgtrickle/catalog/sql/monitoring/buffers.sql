@@ -12,9 +12,9 @@ DECLARE
     counted CONSTANT bigint := 8 * 1024 * 1024;
     filled bigint;
 BEGIN
-    row_count := (SELECT sum(pg_stat_get_live_tuples(member)) FROM pgtrickle._tree(buffer) AS member);
+    row_count := (SELECT sum(pg_stat_get_live_tuples(member)) FROM pgtrickle._partition_tree(buffer) AS member);
     BEGIN
-        SELECT sum(pg_relation_size(member)), sum(pg_table_size(member)) INTO filled, size_bytes FROM pgtrickle._tree(buffer) AS member;
+        SELECT sum(pg_relation_size(member)), sum(pg_table_size(member)) INTO filled, size_bytes FROM pgtrickle._partition_tree(buffer) AS member;
         IF filled = 0 THEN
             row_count := 0;
         ELSIF size_bytes >= at_least AND (filled < counted OR row_count = 0) THEN

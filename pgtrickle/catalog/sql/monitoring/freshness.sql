@@ -1,7 +1,7 @@
 -- What the service works with, and how fresh stream tables are.
 
 -- The value that the running service uses; without one the value it would find. The caller's session has no say.
-CREATE OR REPLACE FUNCTION pgtrickle._used_setting(name text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._effective_setting(name text) RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce((SELECT h.settings ->> $1 FROM pgtrickle.pgt_services AS h
@@ -10,7 +10,7 @@ AS $$
 $$;
 
 -- Stream tables under the names that their tables have now.
-CREATE OR REPLACE FUNCTION pgtrickle._named()
+CREATE OR REPLACE FUNCTION pgtrickle._current_names()
 RETURNS TABLE (pgt_id bigint, pgt_schema text, pgt_name text, full_name text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -23,7 +23,7 @@ $$;
 
 -- Until when stream tables have everything: a lower bound of the commit time of the oldest change that they lack, and now
 -- where they lack none (on a standby, the last moment that it has heard of). `pending` and `own_at` are about the tables
--- that they read, as in _pending(); `known_at` and `staleness` count what is pending further up, too. For all at once,
+-- that they read, as in _has_pending_changes(); `known_at` and `staleness` count what is pending further up, too. For all at once,
 -- because one call for each of some thousand takes a second.
 --
 -- A change is committed after the cut that does not see it, after its transaction's last captured statement, and after
@@ -103,7 +103,7 @@ $$;
 
 -- Who has waited more than twice as long as its schedule allows. Each answers for itself only: one that is fast is not
 -- late because it reads a slow one. A refresh on its way gets the time that is allowed.
-CREATE OR REPLACE FUNCTION pgtrickle._lateness()
+CREATE OR REPLACE FUNCTION pgtrickle._late_stream_tables()
 RETURNS TABLE (pgt_id bigint, late boolean, waited double precision, allowed double precision, staleness double precision)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$

@@ -13,7 +13,7 @@ AS $$
                  count(*) FILTER (WHERE s.status = 'ERROR')::integer AS failing,
                  count(*) FILTER (WHERE s.status = 'SUSPENDED')::integer AS suspended
           FROM pgtrickle.pgt_visible_stream_tables AS s) AS counted
-    CROSS JOIN (SELECT count(*) FILTER (WHERE l.late)::integer AS late, max(l.staleness) AS worst FROM pgtrickle._lateness() AS l) AS fresh
+    CROSS JOIN (SELECT count(*) FILTER (WHERE l.late)::integer AS late, max(l.staleness) AS worst FROM pgtrickle._late_stream_tables() AS l) AS fresh
     CROSS JOIN pgtrickle._service_state() AS service
 $$;
 
@@ -21,7 +21,7 @@ $$;
 --
 -- When another role's transaction began is hidden, and for a replication slot nobody notes it. But frontiers are snapshots
 -- taken at known times: whoever holds an xmin, or has an xid, from before one of them is older than that.
-CREATE OR REPLACE FUNCTION pgtrickle._held_back(older_than interval)
+CREATE OR REPLACE FUNCTION pgtrickle._vacuum_blockers(older_than interval)
 RETURNS TABLE (holder text, since timestamptz, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -92,7 +92,7 @@ AS $$
         JOIN pg_namespace AS n ON n.oid = r.relnamespace
         CROSS JOIN LATERAL (SELECT pgtrickle._capture_signature(t.source_relid) AS signature OFFSET 0) AS s
         LEFT JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
-        CROSS JOIN LATERAL pgtrickle._tree(t.source_relid) AS member
+        CROSS JOIN LATERAL pgtrickle._partition_tree(t.source_relid) AS member
         CROSS JOIN unnest('{insert,update,delete,truncate}'::text[]) AS operation
         LEFT JOIN pg_trigger AS g ON g.tgrelid = member AND g.tgfoid = p.oid
             AND g.tgname = format('pgtrickle_capture_%s_%s', operation, t.source_stable_name)
@@ -117,16 +117,16 @@ AS $$
 $$;
 
 -- Each problem as a row of its own.
-CREATE OR REPLACE FUNCTION pgtrickle._problems()
+CREATE OR REPLACE FUNCTION pgtrickle._health_problems()
 RETURNS TABLE (check_name text, severity text, detail text, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH service AS MATERIALIZED (
         SELECT * FROM pgtrickle._service_state()
     ), stream_tables AS MATERIALIZED (
-        SELECT s.*, n.full_name FROM pgtrickle.pgt_visible_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
+        SELECT s.*, n.full_name FROM pgtrickle.pgt_visible_stream_tables AS s JOIN pgtrickle._current_names() AS n USING (pgt_id)
     ), alert AS MATERIALIZED (
-        SELECT pgtrickle._used_setting('buffer_alert_threshold')::bigint AS threshold
+        SELECT pgtrickle._effective_setting('buffer_alert_threshold')::bigint AS threshold
     ), refusal AS MATERIALIZED (
         SELECT * FROM pgtrickle._not_served()
     )
@@ -161,7 +161,7 @@ AS $$
     UNION ALL
     SELECT 'stale', 'WARN', format('%s: for %s s, allowed are %s s', s.full_name, round(l.waited::numeric, 1), round(l.allowed::numeric, 1)),
            'See the other checks, worker_pool_status() and parallel_job_status(): more workers, or a longer schedule.'
-    FROM pgtrickle._lateness() AS l JOIN stream_tables AS s USING (pgt_id) WHERE l.late
+    FROM pgtrickle._late_stream_tables() AS l JOIN stream_tables AS s USING (pgt_id) WHERE l.late
     UNION ALL
     SELECT 'fuses', 'ERROR', format('%s: %s', s.full_name, coalesce(s.status_reason, 'more changes at once than its fuse lets pass')),
            format('SELECT pgtrickle.reset_fuse(%L);', s.full_name)
@@ -173,7 +173,7 @@ AS $$
     FROM alert CROSS JOIN LATERAL pgtrickle._buffer_sizes(40 * alert.threshold) AS b WHERE b.row_count > alert.threshold
     UNION ALL
     SELECT 'held_back_xmin', 'WARN', format('%s: since %s or before', h.holder, h.since), h.remedy
-    FROM pgtrickle._held_back(interval '5 minutes') AS h
+    FROM pgtrickle._vacuum_blockers(interval '5 minutes') AS h
     UNION ALL
     SELECT 'capture', c.severity, format('%s: %s', c.source, c.problem), c.remedy FROM pgtrickle._capture_problems() AS c
     UNION ALL
@@ -190,7 +190,7 @@ AS $$
     WITH problems AS (
         SELECT p.*, row_number() OVER (PARTITION BY p.check_name ORDER BY p.severity, p.detail) AS place,
                row_number() OVER (PARTITION BY p.check_name, p.remedy ORDER BY p.severity, p.detail) AS told
-        FROM pgtrickle._problems() AS p
+        FROM pgtrickle._health_problems() AS p
     ), summed AS (
         SELECT p.check_name, min(p.severity) AS severity,
                string_agg(p.detail, '; ' ORDER BY p.place) FILTER (WHERE p.place <= 5)

@@ -36,7 +36,7 @@ AS $$
            r.last_refresh,
            (SELECT h.action FROM pgtrickle.pgt_refresh_history AS h
             WHERE h.pgt_id = n.pgt_id AND h.status = 'COMPLETED' ORDER BY h.refresh_id DESC LIMIT 1)
-    FROM pgtrickle._named() AS n CROSS JOIN LATERAL pgtrickle._refresh_stats(n.pgt_id) AS r
+    FROM pgtrickle._current_names() AS n CROSS JOIN LATERAL pgtrickle._refresh_stats(n.pgt_id) AS r
     ORDER BY 1, 2
 $$;
 
@@ -71,11 +71,11 @@ RETURNS TABLE (start_time timestamptz, error text, sqlstate text, kind text, rem
 LANGUAGE sql STABLE
 AS $$
     SELECT h.start_time, h.error, h.sqlstate, k.kind, pgtrickle._error_remedy(k.kind, n.full_name, s.status = 'SUSPENDED')
-    FROM pgtrickle._named() AS n
+    FROM pgtrickle._current_names() AS n
     JOIN pgtrickle.pgt_visible_stream_tables AS s ON s.pgt_id = n.pgt_id
     JOIN pgtrickle.pgt_visible_history AS h ON h.pgt_id = n.pgt_id
     CROSS JOIN LATERAL (SELECT coalesce(h.kind, 'other')) AS k (kind) -- earlier versions did not write it down
-    WHERE n.pgt_id = pgtrickle._get(name) AND h.status = 'FAILED'
+    WHERE n.pgt_id = pgtrickle._require_id(name) AND h.status = 'FAILED'
     ORDER BY h.refresh_id DESC LIMIT 5
 $$;
 
@@ -86,6 +86,6 @@ SELECT s.pgt_id, n.pgt_schema, n.pgt_name, s.status, s.refresh_mode,
        s.schedule, s.data_timestamp, f.staleness AS staleness_seconds, r.refreshes, r.failures, r.avg_ms,
        pg_catalog.round(s.last_seconds::numeric * 1000, 3)::double precision AS last_ms, s.consecutive_errors, s.last_error
 FROM pgtrickle.pgt_visible_stream_tables AS s
-JOIN pgtrickle._named() AS n USING (pgt_id)
+JOIN pgtrickle._current_names() AS n USING (pgt_id)
 JOIN pgtrickle._freshness() AS f USING (pgt_id)
 CROSS JOIN LATERAL pgtrickle._refresh_stats(s.pgt_id) AS r;

@@ -7,7 +7,7 @@ RETURNS TABLE (services integer, scheduler_status text, cache_hit_rate double pr
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT live.number,
-           CASE WHEN pgtrickle._used_setting('enabled') = 'off' THEN 'DISABLED'
+           CASE WHEN pgtrickle._effective_setting('enabled') = 'off' THEN 'DISABLED'
                 WHEN live.number = 0 THEN 'STOPPED'
                 WHEN pgtrickle.is_paused() THEN 'PAUSED' ELSE 'ACTIVE' END,
            live.hit_rate, waiting.number, waiting.oldest
@@ -24,11 +24,11 @@ RETURNS TABLE (active_workers integer, max_workers integer, per_db_cap integer, 
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce(sum(running.here + CASE h.kind WHEN 'service' THEN greatest(h.pool_active - running.here, 0) ELSE 0 END), 0)::integer,
-           coalesce(nullif(sum(h.pool_size), 0), pgtrickle._used_setting('max_dynamic_refresh_workers')::integer)::integer,
-           CASE pgtrickle._used_setting('parallel_refresh_mode') WHEN 'off' THEN 1
-                ELSE least(pgtrickle._used_setting('max_concurrent_refreshes')::integer,
-                           nullif(pgtrickle._used_setting('per_database_worker_quota')::integer, 0)) END,
-           pgtrickle._used_setting('parallel_refresh_mode')
+           coalesce(nullif(sum(h.pool_size), 0), pgtrickle._effective_setting('max_dynamic_refresh_workers')::integer)::integer,
+           CASE pgtrickle._effective_setting('parallel_refresh_mode') WHEN 'off' THEN 1
+                ELSE least(pgtrickle._effective_setting('max_concurrent_refreshes')::integer,
+                           nullif(pgtrickle._effective_setting('per_database_worker_quota')::integer, 0)) END,
+           pgtrickle._effective_setting('parallel_refresh_mode')
     FROM pgtrickle.pgt_services AS h
     CROSS JOIN LATERAL (SELECT count(*) AS here FROM pgtrickle.pgt_jobs AS j
                         WHERE j.service_id = h.service_id AND j.status = 'RUNNING') AS running
@@ -43,10 +43,10 @@ LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT j.job_id, j.kind,
            (SELECT string_agg(coalesce(n.full_name, format('(dropped, id %s)', i.id)), ', ' ORDER BY i.position)
-            FROM unnest(j.pgt_ids) WITH ORDINALITY AS i (id, position) LEFT JOIN pgtrickle._named() AS n ON n.pgt_id = i.id),
+            FROM unnest(j.pgt_ids) WITH ORDINALITY AS i (id, position) LEFT JOIN pgtrickle._current_names() AS n ON n.pgt_id = i.id),
            CASE WHEN l.lost THEN 'FAILED' ELSE j.status END, j.enqueued_at, j.started_at, e.finished_at,
            pgtrickle._milliseconds(coalesce(e.finished_at, clock_timestamp()) - j.started_at), j.worker, j.worker_pid,
-           CASE WHEN l.lost THEN 'its service is gone' WHEN j.error IS NOT NULL THEN pgtrickle._hidden() END
+           CASE WHEN l.lost THEN 'its service is gone' WHEN j.error IS NOT NULL THEN pgtrickle._redacted() END
     FROM pgtrickle.pgt_jobs AS j
     LEFT JOIN pgtrickle.pgt_services AS h USING (service_id)
     CROSS JOIN LATERAL (SELECT j.status IN ('QUEUED', 'RUNNING') AND (h.lease_expires > clock_timestamp()) IS NOT TRUE AS lost) AS l
@@ -70,7 +70,7 @@ RETURNS TABLE (job_id bigint, kind text, stream_tables text, status text, enqueu
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT j.job_id, j.kind, j.stream_tables, j.status, j.enqueued_at, j.started_at, j.finished_at, j.duration_ms, j.worker, j.worker_pid,
-           CASE j.error WHEN pgtrickle._hidden() THEN coalesce(v.error, j.error) ELSE j.error END
+           CASE j.error WHEN pgtrickle._redacted() THEN coalesce(v.error, j.error) ELSE j.error END
     FROM pgtrickle._job_status(max_age_seconds) AS j LEFT JOIN pgtrickle.pgt_visible_jobs AS v USING (job_id)
     ORDER BY j.job_id DESC
 $$;

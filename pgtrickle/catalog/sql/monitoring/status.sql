@@ -34,13 +34,13 @@ AS $$
     SELECT h.refresh_id, h.pgt_id, h.pgt_schema, h.pgt_name, h.start_time, h.end_time, h.status, h.action, h.initiated_by, h.reason, h.rows_in,
            h.rows_inserted, h.rows_updated, h.rows_deleted, h.phases, h.error, h.sqlstate, h.frontier, h.kind
     FROM pgtrickle.pgt_visible_history AS h
-    WHERE h.pgt_id = pgtrickle._get(name) ORDER BY h.refresh_id DESC LIMIT max_rows
+    WHERE h.pgt_id = pgtrickle._require_id(name) ORDER BY h.refresh_id DESC LIMIT max_rows
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.get_staleness(name text) RETURNS double precision
 LANGUAGE sql STABLE
 AS $$
-    SELECT pgtrickle._staleness(pgtrickle._get(name))
+    SELECT pgtrickle._staleness(pgtrickle._require_id(name))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.explain_refresh_mode(name text)
@@ -48,7 +48,7 @@ RETURNS TABLE (configured_mode text, effective_mode text, reason text)
 LANGUAGE sql STABLE
 AS $$
     SELECT s.refresh_mode, s.effective_mode, s.mode_reason
-    FROM pgtrickle.pgt_visible_stream_tables AS s WHERE s.pgt_id = pgtrickle._get(name)
+    FROM pgtrickle.pgt_visible_stream_tables AS s WHERE s.pgt_id = pgtrickle._require_id(name)
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._definition(id bigint) RETURNS text
@@ -68,5 +68,5 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.export_definition(name text) RETURNS text
 LANGUAGE sql STABLE
 AS $$
-    SELECT pgtrickle._definition(pgtrickle._get(name))
+    SELECT pgtrickle._definition(pgtrickle._require_id(name))
 $$;

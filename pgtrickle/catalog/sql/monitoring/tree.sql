@@ -15,13 +15,13 @@ DECLARE
     again boolean;
 BEGIN
     FOR root IN
-        SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
+        SELECT s.pgt_id FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._current_names() AS n USING (pgt_id)
         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE s.pgt_relid IN (d.source_relid, d.through))
         ORDER BY n.pgt_schema, n.pgt_name
     LOOP
         SELECT jsonb_build_array(jsonb_build_object('id', n.pgt_id, 'schema', n.pgt_schema, 'name', n.pgt_name, 'depth', 0,
                                                     'type', 'STREAM_TABLE', 'lead', '', 'branch', ''))
-        INTO stack FROM pgtrickle._named() AS n WHERE n.pgt_id = root.pgt_id;
+        INTO stack FROM pgtrickle._current_names() AS n WHERE n.pgt_id = root.pgt_id;
         WHILE jsonb_array_length(stack) > 0 LOOP
             node := stack -> -1;
             stack := stack - (-1);
@@ -47,11 +47,11 @@ BEGIN
                 FROM (
                     SELECT each.*, row_number() OVER (ORDER BY each.schema DESC, each.name DESC) AS place
                     FROM (
-                        SELECT DISTINCT u.pgt_id, CASE WHEN u.pgt_id IS NOT NULL THEN 'STREAM_TABLE' WHEN pgtrickle._is_spread(d.through) THEN 'DISTRIBUTED' ELSE d.source_type END AS source_type,
+                        SELECT DISTINCT u.pgt_id, CASE WHEN u.pgt_id IS NOT NULL THEN 'STREAM_TABLE' WHEN pgtrickle._is_read_from_nodes(d.through) THEN 'DISTRIBUTED' ELSE d.source_type END AS source_type,
                                coalesce(n.nspname, d.source_schema) AS schema, coalesce(c.relname, d.source_name) AS name
                         FROM pgtrickle.pgt_dependencies AS d
                         LEFT JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
-                        LEFT JOIN pg_class AS c ON c.oid = CASE WHEN pgtrickle._is_spread(d.through) THEN d.through ELSE d.source_relid END
+                        LEFT JOIN pg_class AS c ON c.oid = CASE WHEN pgtrickle._is_read_from_nodes(d.through) THEN d.through ELSE d.source_relid END
                         LEFT JOIN pg_namespace AS n ON n.oid = c.relnamespace
                         WHERE d.pgt_id = (node ->> 'id')::bigint
                     ) AS each

@@ -17,7 +17,7 @@ AS $$
     )
     SELECT min(format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname, inside.type::regtype))
     FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget) JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
-    WHERE NOT pgtrickle._has_our_rights(o.oid)
+    WHERE NOT pgtrickle._is_trusted_role(o.oid)
 $$;
 
 -- A table as the database that is to read it must know it. Domains are what they are made of.
@@ -46,7 +46,7 @@ BEGIN
         FROM base AS b JOIN pg_type AS t ON t.oid = b.type AND t.typtype = 'd'
     )
     SELECT jsonb_build_object(
-        'relid', c.oid::bigint, 'node', pgtrickle._node(), 'schema', n.nspname, 'name', c.relname,
+        'relid', c.oid::bigint, 'node', pgtrickle._database_identity(), 'schema', n.nspname, 'name', c.relname,
         'stable_name', pgtrickle._stable_name(c.oid),
         'key', (SELECT to_jsonb(array_agg(a.attname ORDER BY k.ord)) FROM pg_index AS i
                 CROSS JOIN LATERAL unnest(i.indkey[0 : i.indnkeyatts - 1]) WITH ORDINALITY AS k (attnum, ord)
@@ -74,11 +74,11 @@ $$;
 
 -- The table that was `relid` when this was database `node`, whatever it is called now. Else the one that has its name: it was made anew,
 -- or this is another database in that one's place.
-CREATE OR REPLACE FUNCTION pgtrickle._same_table(node text, relid bigint, schema text, name text) RETURNS regclass
+CREATE OR REPLACE FUNCTION pgtrickle._locate_table(node text, relid bigint, schema text, name text) RETURNS regclass
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    found regclass := (SELECT c.oid FROM pg_class AS c WHERE c.oid = relid::oid AND node = pgtrickle._node());
+    found regclass := (SELECT c.oid FROM pg_class AS c WHERE c.oid = relid::oid AND node = pgtrickle._database_identity());
 BEGIN
     found := coalesce(found, to_regclass(format('%I.%I', schema, name)));
     IF found IS NULL THEN
@@ -91,7 +91,7 @@ $$;
 
 -- ALTER COLUMN … TYPE may compute new values, also of the same type; no trigger tells. It writes the table anew, and the column's row in the
 -- catalog: where both are other ones than before, it may have happened. Here no view of ours keeps it from happening.
-CREATE OR REPLACE FUNCTION pgtrickle._written_as(source regclass, columns smallint[]) RETURNS text[]
+CREATE OR REPLACE FUNCTION pgtrickle._rewrite_state(source regclass, columns smallint[]) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -99,33 +99,33 @@ BEGIN
         (SELECT string_agg(concat(a.attnum, ':', a.xmin), ' ' ORDER BY a.attnum) FROM pg_attribute AS a
          WHERE a.attrelid = source AND a.attnum = ANY (columns)),
         (SELECT pgtrickle.stable_hash(string_agg(concat(member, ':', pg_relation_filenode(member)), ' ' ORDER BY member))
-         FROM pgtrickle._tree(source) AS member)];
+         FROM pgtrickle._partition_tree(source) AS member)];
 END
 $$;
 
 -- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which nobody will advance here: they would
 -- keep all changes. They are forgotten; one that does read this database from now on subscribes again. Says of which database it is a copy,
 -- once; else NULL. Claims of the original's services end with their leases.
-CREATE OR REPLACE FUNCTION pgtrickle._settle_copy() RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._reset_copied_database() RETURNS text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     original name;
     consumers integer;
 BEGIN
-    IF EXISTS (SELECT FROM pgtrickle.pgt_identity AS i WHERE i.node = pgtrickle._node()) THEN
+    IF EXISTS (SELECT FROM pgtrickle.pgt_identity AS i WHERE i.node = pgtrickle._database_identity()) THEN
         RETURN NULL;
     END IF;
-    SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i WHERE i.node <> pgtrickle._node() FOR UPDATE;
+    SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i WHERE i.node <> pgtrickle._database_identity() FOR UPDATE;
     IF NOT FOUND THEN
         RETURN NULL; -- somebody else was first
     END IF;
     DELETE FROM pgtrickle.pgt_consumers;
     GET DIAGNOSTICS consumers = ROW_COUNT;
     DELETE FROM pgtrickle.pgt_broker_entries;
-    UPDATE pgtrickle.pgt_identity SET node = pgtrickle._node(), database = current_database(), noted_at = clock_timestamp();
+    UPDATE pgtrickle.pgt_identity SET node = pgtrickle._database_identity(), database = current_database(), noted_at = clock_timestamp();
     PERFORM pgtrickle._untrack_unused();
-    PERFORM pgtrickle._emit('database_copied', NULL, jsonb_build_object('original', original, 'consumers', consumers));
+    PERFORM pgtrickle._emit_event('database_copied', NULL, jsonb_build_object('original', original, 'consumers', consumers));
     RETURN original;
 END
 $$;
@@ -136,10 +136,10 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('read changes for another database');
-    PERFORM pgtrickle._settle_copy(); -- or this consumer would go with those of the original
+    PERFORM pgtrickle._reset_copied_database(); -- or this consumer would go with those of the original
     PERFORM pgtrickle._attach(source, columns);
     INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
-    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label, pgtrickle._written_as(source, columns)
+    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label, pgtrickle._rewrite_state(source, columns)
     FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source
     ON CONFLICT ON CONSTRAINT pgt_consumers_pkey
     DO UPDATE SET source_stable_name = excluded.source_stable_name, columns_used = excluded.columns_used, label = excluded.label,
@@ -148,7 +148,7 @@ END
 $$;
 
 -- These consumers' sources as the cut sees them, with what each consumer left here.
-CREATE OR REPLACE FUNCTION pgtrickle._consumed(consumers text[])
+CREATE OR REPLACE FUNCTION pgtrickle._consumer_sources(consumers text[])
 RETURNS TABLE (consumer text, relid bigint, stable_name text, buffer name, buffered bigint, signature text, shape text, proof uuid, former_proof uuid)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -165,7 +165,7 @@ AS $$
            CASE WHEN c.written_as[1] <> now.written_as[1] AND c.written_as[2] <> now.written_as[2] THEN 'rewritten' ELSE s.signature END,
            s.shape, c.proof, c.former_proof
     FROM pgtrickle.pgt_consumers AS c JOIN sources AS s USING (source_relid)
-    CROSS JOIN LATERAL (SELECT pgtrickle._written_as(s.source_relid, c.columns_used) AS written_as OFFSET 0) AS now
+    CROSS JOIN LATERAL (SELECT pgtrickle._rewrite_state(s.source_relid, c.columns_used) AS written_as OFFSET 0) AS now
     WHERE c.consumer = ANY (consumers)
 $$;
 
@@ -177,7 +177,7 @@ AS $$
 $$;
 
 -- "I was here": `snapshots` are up to where the consumers have stored what they read, before the cut that leaves `new_proof`.
-CREATE OR REPLACE FUNCTION pgtrickle._prove(
+CREATE OR REPLACE FUNCTION pgtrickle._store_proof(
     consumers text[], snapshots pg_snapshot[], former_proofs uuid[], new_proof uuid, incarnation text)
 RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -222,11 +222,11 @@ END
 $$;
 
 -- Whether there is something new for consumers, without a cut: what must be as it was at the last one, and who made changes.
-CREATE OR REPLACE FUNCTION pgtrickle._look(consumers text[]) RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
+CREATE OR REPLACE FUNCTION pgtrickle._poll_consumers(consumers text[]) RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT c.consumer,
-           concat_ws('|', pgtrickle._node(), pgtrickle._incarnation(), string_agg(concat_ws(':', s.oid, s.relname, s.relnamespace,
+           concat_ws('|', pgtrickle._database_identity(), pgtrickle._incarnation(), string_agg(concat_ws(':', s.oid, s.relname, s.relnamespace,
                pgtrickle._capture_signature(s.oid),
                (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attnotnull, a.xmin), ',' ORDER BY a.attnum))
                 FROM pg_attribute AS a WHERE a.attrelid = s.oid AND a.attnum > 0)), ',' ORDER BY s.oid)),

@@ -36,7 +36,7 @@ AS $$
 $$;
 
 -- Who this database is, whatever it is called.
-CREATE OR REPLACE FUNCTION pgtrickle._node() RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._database_identity() RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT (SELECT system_identifier FROM pg_control_system()) || '/' || (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -48,23 +48,23 @@ AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = _is_registered.name)
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._is_set(name text) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._is_database_set(name text) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _is_set.name)
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _is_database_set.name)
 $$;
 
 -- The registered databases that belong to a set. In a pattern * stands for any letters and ? for one.
-CREATE OR REPLACE FUNCTION pgtrickle._members_of(name text) RETURNS SETOF text
+CREATE OR REPLACE FUNCTION pgtrickle._set_members(name text) RETURNS SETOF text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT d.name FROM pgtrickle.pgt_databases AS d JOIN pgtrickle.pgt_database_sets AS s ON s.name = _members_of.name
-    WHERE d.name = ANY (s.members) OR d.name LIKE pgtrickle._like(s.pattern)
+    SELECT d.name FROM pgtrickle.pgt_databases AS d JOIN pgtrickle.pgt_database_sets AS s ON s.name = _set_members.name
+    WHERE d.name = ANY (s.members) OR d.name LIKE pgtrickle._like_pattern(s.pattern)
     ORDER BY d.name
 $$;
 
 -- A pattern of names, in which * stands for any letters and ? for one, as LIKE has it.
-CREATE OR REPLACE FUNCTION pgtrickle._like(pattern text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._like_pattern(pattern text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT translate(regexp_replace(pattern, '([\\%_])', '\\\1', 'g'), '*?', '%_')
@@ -87,7 +87,7 @@ BEGIN
     IF FOUND THEN
         RAISE EXCEPTION '% is the same database as %', quote_ident(name), quote_ident(other)
             USING ERRCODE = 'duplicate_object', HINT = format('Name its tables as %I.schema.table.', other);
-    ELSIF node = pgtrickle._node() THEN
+    ELSIF node = pgtrickle._database_identity() THEN
         RAISE EXCEPTION '% is this database itself', quote_ident(name)
             USING ERRCODE = 'duplicate_object', HINT = 'Name its tables as schema.table.';
     END IF;
@@ -117,7 +117,7 @@ BEGIN
         RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
             USING ERRCODE = 'undefined_object', HINT = pgtrickle._registered_databases();
     END IF;
-    PERFORM pgtrickle._set_shards(m.relid, ARRAY(SELECT o.database FROM pgtrickle.pgt_shards AS o WHERE o.relid = m.relid AND o.database <> m.database))
+    PERFORM pgtrickle._update_shards(m.relid, ARRAY(SELECT o.database FROM pgtrickle.pgt_shards AS o WHERE o.relid = m.relid AND o.database <> m.database))
     FROM pgtrickle.pgt_shards AS m WHERE m.database = name;
     UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, _remove_database.name)
     WHERE _remove_database.name = ANY (s.members);
@@ -146,7 +146,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     unknown text;
-    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
+    former text[] := ARRAY(SELECT pgtrickle._set_members(name));
 BEGIN
     PERFORM pgtrickle._require_no_password(server_dsn);
     PERFORM pgtrickle._require_free_name(name);
@@ -164,7 +164,7 @@ BEGIN
     ON CONFLICT ON CONSTRAINT pgt_database_sets_pkey
     DO UPDATE SET pattern = excluded.pattern, members = excluded.members, server_dsn = excluded.server_dsn, roles = excluded.roles;
     -- Who may use a set may use its members, no longer than that.
-    PERFORM pgtrickle._grant_stand_ins(d) FROM (SELECT name UNION SELECT unnest(former) UNION SELECT pgtrickle._members_of(name)) AS changed (d);
+    PERFORM pgtrickle._grant_stand_ins(d) FROM (SELECT name UNION SELECT unnest(former) UNION SELECT pgtrickle._set_members(name)) AS changed (d);
 END
 $$;
 
@@ -174,7 +174,7 @@ AS $$
 DECLARE
     readers text;
     stand_in record;
-    former text[] := ARRAY(SELECT pgtrickle._members_of(name));
+    former text[] := ARRAY(SELECT pgtrickle._set_members(name));
 BEGIN
     SELECT string_agg(DISTINCT format('%I.%I', s.pgt_schema, s.pgt_name), ', ') INTO readers
     FROM pgtrickle.pgt_sharded_tables AS t
@@ -194,11 +194,11 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._note_set(name text, problem text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_set_problem(name text, problem text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    UPDATE pgtrickle.pgt_database_sets AS s SET problem = _note_set.problem
-    WHERE s.name = _note_set.name AND s.problem IS DISTINCT FROM _note_set.problem;
+    UPDATE pgtrickle.pgt_database_sets AS s SET problem = _record_set_problem.problem
+    WHERE s.name = _record_set_problem.name AND s.problem IS DISTINCT FROM _record_set_problem.problem;
 END
 $$;

@@ -1,6 +1,6 @@
 -- Foreign tables of postgres_fdw: where they point to, and the tables of registered databases that they stand for.
 
-CREATE OR REPLACE FUNCTION pgtrickle._points_to(relation regclass) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._foreign_table_target(relation regclass) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT jsonb_build_object(
@@ -20,28 +20,28 @@ $$;
 -- Let a foreign table stand for a table of a registered database. `definition` is what _describe_table() said there. The
 -- foreign table is its owner's: it is never altered, and has to fit. Its owner can point it elsewhere at any time, and the service follows. So
 -- the owner must have the right to use that database, and tables that the service is led to must have been imported.
-CREATE OR REPLACE FUNCTION pgtrickle._resolve(caller name, relation regclass, database text, definition jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._resolve_foreign_table(caller name, relation regclass, database text, definition jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    target jsonb := pgtrickle._points_to(relation);
+    target jsonb := pgtrickle._foreign_table_target(relation);
     owner name := (SELECT pg_get_userbyid(c.relowner) FROM pg_class AS c WHERE c.oid = relation);
     differing record;
 BEGIN
-    PERFORM pgtrickle._require_use(caller, database);
-    PERFORM pgtrickle._require_use(owner, database);
+    PERFORM pgtrickle._require_database_use(caller, database);
+    PERFORM pgtrickle._require_database_use(owner, database);
     IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
-               WHERE f.relid = relation AND f.database = _resolve.database AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
+               WHERE f.relid = relation AND f.database = _resolve_foreign_table.database AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
                  AND f.resolved_by = pgtrickle.stable_hash(target::text)) THEN
         RETURN; -- as it is known
     END IF;
     PERFORM pgtrickle._require_import(caller, database, definition);
     IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
                WHERE f.relid = relation
-                 AND (f.database, f.source_schema, f.source_name) <> (_resolve.database, definition ->> 'schema', definition ->> 'name'))
+                 AND (f.database, f.source_schema, f.source_name) <> (_resolve_foreign_table.database, definition ->> 'schema', definition ->> 'name'))
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
                        WHERE f.resolved_by IS NULL
-                         AND (f.database, f.source_schema, f.source_name) = (_resolve.database, definition ->> 'schema', definition ->> 'name')) THEN
+                         AND (f.database, f.source_schema, f.source_name) = (_resolve_foreign_table.database, definition ->> 'schema', definition ->> 'name')) THEN
         PERFORM pgtrickle._require_import(owner, database, definition);
     END IF;
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
@@ -83,7 +83,7 @@ BEGIN
     WHERE f.resolved_by IS NOT NULL AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = f.relid);
     INSERT INTO pgtrickle.pgt_foreign_tables AS f
         (relid, database, source_relid, source_schema, source_name, source_stable_name, node, columns, shape, key, resolved_by)
-    SELECT relation, _resolve.database, (definition ->> 'relid')::bigint, definition ->> 'schema', definition ->> 'name',
+    SELECT relation, _resolve_foreign_table.database, (definition ->> 'relid')::bigint, definition ->> 'schema', definition ->> 'name',
            definition ->> 'stable_name', definition ->> 'node', jsonb_agg(c), definition ->> 'shape', definition -> 'key',
            pgtrickle.stable_hash(target::text)
     FROM jsonb_array_elements(definition -> 'columns') AS c
@@ -109,8 +109,8 @@ BEGIN
     IF refresh_mode = 'FULL' OR pgtrickle._setting('foreign_table_polling') = 'on' THEN
         RETURN;
     END IF;
-    SELECT s.relation, c.oid::regclass AS part, pgtrickle._points_to(c.oid) AS target INTO polled
-    FROM pgtrickle._sources(view) AS s CROSS JOIN LATERAL pgtrickle._tree(s.relation) AS member
+    SELECT s.relation, c.oid::regclass AS part, pgtrickle._foreign_table_target(c.oid) AS target INTO polled
+    FROM pgtrickle._sources(view) AS s CROSS JOIN LATERAL pgtrickle._partition_tree(s.relation) AS member
     JOIN pg_class AS c ON c.oid = member AND c.relkind = 'f'
     WHERE NOT pgtrickle._is_stand_in(s.relation) LIMIT 1;
     IF FOUND THEN

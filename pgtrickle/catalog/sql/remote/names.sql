@@ -1,7 +1,7 @@
 -- Names of three parts in the text of a query.
 
 -- The query in pieces. Where a piece names a table of a registered database in three parts, `parts` has them.
-CREATE OR REPLACE FUNCTION pgtrickle._pieces(query text) RETURNS TABLE (piece text, parts text[])
+CREATE OR REPLACE FUNCTION pgtrickle._query_tokens(query text) RETURNS TABLE (piece text, parts text[])
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -12,7 +12,7 @@ DECLARE
     depth int;
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases) THEN
-        RETURN QUERY SELECT _pieces.query, NULL::text[]; -- the usual case, and a long loop
+        RETURN QUERY SELECT _query_tokens.query, NULL::text[]; -- the usual case, and a long loop
         RETURN;
     END IF;
     WHILE rest <> '' LOOP
@@ -48,23 +48,23 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._foreign_names(query text) RETURNS TABLE (database text, schema text, name text)
+CREATE OR REPLACE FUNCTION pgtrickle._three_part_names(query text) RETURNS TABLE (database text, schema text, name text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT DISTINCT parts[1], parts[2], parts[3] FROM pgtrickle._pieces(query) WHERE parts IS NOT NULL
+    SELECT DISTINCT parts[1], parts[2], parts[3] FROM pgtrickle._query_tokens(query) WHERE parts IS NOT NULL
 $$;
 
 -- The query as PostgreSQL can analyse it here: crm.public.customers is table customers of schema "crm.public".
-CREATE OR REPLACE FUNCTION pgtrickle._local_text(query text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._localized_query(query text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     missing record;
 BEGIN
-    IF NOT EXISTS (SELECT FROM pgtrickle._foreign_names(query)) THEN
-        RETURN _local_text.query;
+    IF NOT EXISTS (SELECT FROM pgtrickle._three_part_names(query)) THEN
+        RETURN _localized_query.query;
     END IF;
-    SELECT * INTO missing FROM pgtrickle._foreign_names(query) AS f
+    SELECT * INTO missing FROM pgtrickle._three_part_names(query) AS f
     WHERE to_regclass(format('%I.%I', f.database || '.' || f.schema, f.name)) IS NULL LIMIT 1;
     IF FOUND THEN
         RAISE EXCEPTION 'table % of database % is not known here yet', format('%I.%I', missing.schema, missing.name), quote_ident(missing.database)
@@ -73,6 +73,6 @@ BEGIN
                                 missing.database, missing.schema, missing.name);
     END IF;
     RETURN (SELECT string_agg(CASE WHEN parts IS NULL THEN piece ELSE format('%I.%I', parts[1] || '.' || parts[2], parts[3]) END, '' ORDER BY n)
-            FROM pgtrickle._pieces(query) WITH ORDINALITY AS p (piece, parts, n));
+            FROM pgtrickle._query_tokens(query) WITH ORDINALITY AS p (piece, parts, n));
 END
 $$;

@@ -1,25 +1,25 @@
 -- Which roles may use registered databases and sets of them.
 
 -- The roles that may use a registered database, or a set of them, besides administrators. Who may use a set may use its members.
-CREATE OR REPLACE FUNCTION pgtrickle._users_of(name text) RETURNS text[]
+CREATE OR REPLACE FUNCTION pgtrickle._allowed_roles(name text) RETURNS text[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT array_agg(DISTINCT role) FROM (
-        SELECT unnest(d.roles) AS role FROM pgtrickle.pgt_databases AS d WHERE d.name = _users_of.name
+        SELECT unnest(d.roles) AS role FROM pgtrickle.pgt_databases AS d WHERE d.name = _allowed_roles.name
         UNION ALL
         SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s
-        WHERE s.name = _users_of.name
+        WHERE s.name = _allowed_roles.name
            OR EXISTS (SELECT FROM pgtrickle.pgt_databases AS m
-                      WHERE m.name = _users_of.name AND (m.name = ANY (s.members) OR m.name LIKE pgtrickle._like(s.pattern)))
+                      WHERE m.name = _allowed_roles.name AND (m.name = ANY (s.members) OR m.name LIKE pgtrickle._like_pattern(s.pattern)))
     ) AS users
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._require_use(caller name, name text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._require_database_use(caller name, name text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
-       AND NOT EXISTS (SELECT FROM unnest(pgtrickle._users_of(name)) AS role JOIN pg_roles AS r ON r.rolname = role
+       AND NOT EXISTS (SELECT FROM unnest(pgtrickle._allowed_roles(name)) AS role JOIN pg_roles AS r ON r.rolname = role
                        WHERE pgtrickle._acts_for(caller, r.oid)) THEN
         RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(caller), quote_ident(name)
             USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
@@ -29,7 +29,7 @@ $$;
 
 -- Why stream tables may not be refreshed any more: their owner, or that of a foreign table that they read, may not use a registered database.
 -- One statement for all members of a set.
-CREATE OR REPLACE FUNCTION pgtrickle._use_problems(ids bigint[]) RETURNS TABLE (id bigint, problem text)
+CREATE OR REPLACE FUNCTION pgtrickle._database_use_problems(ids bigint[]) RETURNS TABLE (id bigint, problem text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     WITH needed AS MATERIALIZED (
@@ -52,12 +52,12 @@ AS $$
     FROM needed AS n JOIN roles AS r ON r.oid = n.role
     WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = n.database AND d.roles && r.users)
       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
-                      WHERE s.roles && r.users AND (n.database = ANY (s.members) OR n.database LIKE pgtrickle._like(s.pattern)))
+                      WHERE s.roles && r.users AND (n.database = ANY (s.members) OR n.database LIKE pgtrickle._like_pattern(s.pattern)))
     GROUP BY n.pgt_id
 $$;
 
 -- Raises if the role that looks may not use a registered database that a query reads.
-CREATE OR REPLACE FUNCTION pgtrickle._check_use(databases text[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._check_database_use(databases text[]) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -65,7 +65,7 @@ DECLARE
                      WHERE name NOT LIKE '@%' AND name NOT IN (SELECT d.name FROM pgtrickle.pgt_usable_databases AS d));
 BEGIN
     IF refused IS NOT NULL THEN
-        PERFORM pgtrickle._dsn_of(refused); -- says so
+        PERFORM pgtrickle._database_dsn(refused); -- says so
     END IF;
 END
 $$;
@@ -79,16 +79,16 @@ WHERE pgtrickle._is_administrator()
               WHERE pgtrickle._acts_for(current_user, r.oid)
                 AND (r.rolname = ANY (d.roles)
                      OR EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
-                                WHERE r.rolname = ANY (s.roles) AND (d.name = ANY (s.members) OR d.name LIKE pgtrickle._like(s.pattern)))));
+                                WHERE r.rolname = ANY (s.roles) AND (d.name = ANY (s.members) OR d.name LIKE pgtrickle._like_pattern(s.pattern)))));
 
-CREATE OR REPLACE FUNCTION pgtrickle._dsn_of(name text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._database_dsn(name text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     -- A node's address is Citus's to tell.
     found text := CASE WHEN name LIKE '@%' THEN (SELECT format('host=%s port=%s', n.host, n.port) FROM pgtrickle._citus_nodes() AS n
                                                   WHERE pgtrickle._node_name(n.groupid) = name)
-                       ELSE (SELECT d.dsn FROM pgtrickle.pgt_usable_databases AS d WHERE d.name = _dsn_of.name) END;
+                       ELSE (SELECT d.dsn FROM pgtrickle.pgt_usable_databases AS d WHERE d.name = _database_dsn.name) END;
 BEGIN
     IF found IS NULL AND pgtrickle._is_registered(name) THEN
         RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(current_user), quote_ident(name)

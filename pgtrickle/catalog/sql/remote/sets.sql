@@ -2,7 +2,7 @@
 
 -- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins are there
 -- already; the first one's columns are the model.
-CREATE OR REPLACE FUNCTION pgtrickle._stand_in_for_all(
+CREATE OR REPLACE FUNCTION pgtrickle._import_set_table(
     caller name, database_set text, table_schema text, table_name text, members text[])
 RETURNS regclass
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -15,9 +15,9 @@ DECLARE
     differing record;
     col jsonb;
 BEGIN
-    PERFORM pgtrickle._require_use(caller, database_set);
+    PERFORM pgtrickle._require_database_use(caller, database_set);
     PERFORM pgtrickle._lock('stand_in ' || database_set);
-    IF EXISTS (SELECT FROM unnest(members) AS m WHERE m NOT IN (SELECT pgtrickle._members_of(database_set))) THEN
+    IF EXISTS (SELECT FROM unnest(members) AS m WHERE m NOT IN (SELECT pgtrickle._set_members(database_set))) THEN
         RAISE EXCEPTION 'not all of these databases are members of %', quote_ident(database_set)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Register them as such: pgtrickle database add-set.';
     ELSIF EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (members)) THEN
@@ -56,7 +56,7 @@ BEGIN
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same name, type and collation in all members.';
     END IF;
     IF stand_in IS NULL THEN
-        PERFORM pgtrickle._make_own_schema(local_schema);
+        PERFORM pgtrickle._create_stand_in_schema(local_schema);
         EXECUTE format('CREATE TABLE %s (pgt_database text NOT NULL)', local_name);
         stand_in := local_name::regclass;
         EXECUTE format('COMMENT ON TABLE %s IS %L', stand_in,
@@ -75,27 +75,27 @@ BEGIN
     LOOP
         PERFORM pgtrickle._add_stand_in_column(stand_in, model.database, col);
     END LOOP;
-    IF pgtrickle._key_of(stand_in) <> 'null' AND EXISTS (
+    IF pgtrickle._primary_key(stand_in) <> 'null' AND EXISTS (
             SELECT FROM pgtrickle.pgt_foreign_tables AS f
             WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-              AND pgtrickle._key_of(stand_in) <> '["pgt_database"]' || pgtrickle._key_of(f.relid)) THEN
+              AND pgtrickle._primary_key(stand_in) <> '["pgt_database"]' || pgtrickle._primary_key(f.relid)) THEN
         RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set), quote_ident(table_schema), quote_ident(table_name)
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
     END IF;
     -- The same key in all of them, and the database, tell rows apart.
     IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)
-       AND (SELECT count(DISTINCT pgtrickle._key_of(f.relid)) = 1 AND bool_and(pgtrickle._key_of(f.relid) <> 'null')
+       AND (SELECT count(DISTINCT pgtrickle._primary_key(f.relid)) = 1 AND bool_and(pgtrickle._primary_key(f.relid) <> 'null')
             FROM pgtrickle.pgt_foreign_tables AS f
             WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)) THEN
-        PERFORM pgtrickle._set_stand_in_key(stand_in, '["pgt_database"]' || pgtrickle._key_of(model.relid));
+        PERFORM pgtrickle._set_stand_in_key(stand_in, '["pgt_database"]' || pgtrickle._primary_key(model.relid));
     END IF;
-    PERFORM pgtrickle._set_shards(stand_in, members);
+    PERFORM pgtrickle._update_shards(stand_in, members);
     PERFORM pgtrickle._grant_stand_ins(database_set);
     RETURN stand_in;
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._key_of(relation regclass) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._primary_key(relation regclass) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce((SELECT jsonb_agg(a.attname ORDER BY k.ord) FROM pg_index AS i
@@ -105,7 +105,7 @@ AS $$
 $$;
 
 -- These members' tables are behind the stand-in from now on. One that came is read by itself; where one left, all is read anew.
-CREATE OR REPLACE FUNCTION pgtrickle._set_shards(stand_in regclass, databases text[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._update_shards(stand_in regclass, databases text[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -142,6 +142,6 @@ BEGIN
         UPDATE pgtrickle.pgt_stream_tables AS s SET next_due = '-infinity', polled = true
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     END IF;
-    PERFORM pgtrickle._wake('members of a set changed');
+    PERFORM pgtrickle._notify_services('members of a set changed');
 END
 $$;

@@ -39,7 +39,7 @@ BEGIN
         END LOOP;
         FOR role IN
             SELECT r.rolname FROM pg_roles AS r
-            WHERE r.rolname = ANY (pgtrickle._users_of(database))
+            WHERE r.rolname = ANY (pgtrickle._allowed_roles(database))
                OR r.rolname = pgtrickle._service_role() OR r.oid = (SELECT datdba FROM pg_database WHERE datname = current_database())
         LOOP
             EXECUTE format('GRANT USAGE ON SCHEMA %I TO %I', stand_in.nspname, role);
@@ -50,7 +50,7 @@ END
 $$;
 
 -- A schema for tables that stand for others. One of somebody else's would let that role put other tables in their place.
-CREATE OR REPLACE FUNCTION pgtrickle._make_own_schema(name text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._create_stand_in_schema(name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -100,7 +100,7 @@ $$;
 
 -- The table here that stands for one of a registered database, made or brought up to date. `definition` is what
 -- _describe_table() said there.
-CREATE OR REPLACE FUNCTION pgtrickle._stand_in(caller name, database text, definition jsonb) RETURNS regclass
+CREATE OR REPLACE FUNCTION pgtrickle._import_table(caller name, database text, definition jsonb) RETURNS regclass
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -112,11 +112,11 @@ BEGIN
     PERFORM pgtrickle._lock('stand_in ' || database);
     -- The same table, or one that has taken its name.
     SELECT f.* INTO known FROM pgtrickle.pgt_foreign_tables AS f
-    WHERE f.database = _stand_in.database AND f.resolved_by IS NULL
+    WHERE f.database = _import_table.database AND f.resolved_by IS NULL
       AND (f.source_relid = (definition ->> 'relid')::bigint AND f.node = definition ->> 'node' OR f.relid = to_regclass(local_name))
     ORDER BY f.relid = to_regclass(local_name) LIMIT 1;
     IF FOUND AND known.shape = definition ->> 'shape' THEN
-        PERFORM pgtrickle._require_use(caller, database) WHERE database NOT LIKE '@%';
+        PERFORM pgtrickle._require_database_use(caller, database) WHERE database NOT LIKE '@%';
         RETURN known.relid;
     END IF;
     PERFORM pgtrickle._require_import(caller, database, definition);
@@ -135,7 +135,7 @@ BEGIN
         RAISE EXCEPTION 'the name of schema % of database % is too long', quote_ident(definition ->> 'schema'), quote_ident(database)
             USING ERRCODE = 'name_too_long', HINT = 'Register the database under a shorter name.';
     END IF;
-    PERFORM pgtrickle._make_own_schema(local_schema);
+    PERFORM pgtrickle._create_stand_in_schema(local_schema);
     EXECUTE format('CREATE TABLE %s ()', local_name);
     FOR col IN SELECT c FROM jsonb_array_elements(definition -> 'columns') AS c LOOP
         PERFORM pgtrickle._add_stand_in_column(local_name::regclass, database, col.c);

@@ -31,7 +31,7 @@ BEGIN
         requested_at = CASE r.status WHEN 'FAILED' THEN clock_timestamp() ELSE r.requested_at END,
         finished_at = CASE r.status WHEN 'FAILED' THEN NULL ELSE r.finished_at END
     RETURNING request_id INTO request;
-    PERFORM pgtrickle._wake(format('request %s', request));
+    PERFORM pgtrickle._notify_services(format('request %s', request));
     RETURN request;
 END
 $$;
@@ -66,20 +66,20 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.refresh_stream_table(name text) RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._request(pgtrickle._get(name))
+    SELECT pgtrickle._request(pgtrickle._require_id(name))
 $$;
 
 -- For schedulers of others: asked again under the same key (the run of a job, say), it is the same request.
 CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text, request_key text DEFAULT NULL) RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._request(pgtrickle._get(stream_table_name), request_key)
+    SELECT pgtrickle._request(pgtrickle._require_id(stream_table_name), request_key)
 $$;
 
 -- The requests of the role that looks. It reads with the rights of its owner.
 CREATE OR REPLACE VIEW pgtrickle.pgt_own_requests WITH (security_barrier) AS
 SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, r.status, r.requested_at, r.finished_at,
-       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN r.error WHEN r.error IS NOT NULL THEN pgtrickle._hidden() END AS error
+       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN r.error WHEN r.error IS NOT NULL THEN pgtrickle._redacted() END AS error
 FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
 WHERE r.requested_by = current_user;
 
@@ -145,7 +145,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.verify(name text) RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._request(pgtrickle._get(name), kind => 'VERIFY')
+    SELECT pgtrickle._request(pgtrickle._require_id(name), kind => 'VERIFY')
 $$;
 
 -- Returns when they are equal; raises what is wrong otherwise.

@@ -1,6 +1,6 @@
 -- The running service seen from SQL: what it tells, and how it is told to pause, to resume, to hurry.
 
-CREATE OR REPLACE FUNCTION pgtrickle._emit(event text, about bigint, details jsonb) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._emit_event(event text, about bigint, details jsonb) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -9,7 +9,7 @@ DECLARE
                      FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about), '{}')
         || coalesce(details, '{}');
 BEGIN
-    INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit.event, about, told);
+    INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit_event.event, about, told);
     -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at most.
     IF pgtrickle._setting('connection_pooler_mode') <> 'transaction'
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
@@ -70,7 +70,7 @@ BEGIN
     ELSE
         DELETE FROM pgtrickle.pgt_settings WHERE name = 'paused';
     END IF;
-    PERFORM pgtrickle._wake(CASE WHEN paused THEN 'paused' ELSE 'resumed' END);
+    PERFORM pgtrickle._notify_services(CASE WHEN paused THEN 'paused' ELSE 'resumed' END);
 END
 $$;
 
@@ -155,14 +155,14 @@ BEGIN
         RAISE EXCEPTION 'the fuse of stream table % is not blown', (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
             USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'SELECT * FROM pgtrickle.fuse_status() lists all fuses.';
     END IF;
-    PERFORM pgtrickle._wake(format('altered %s', id));
+    PERFORM pgtrickle._notify_services(format('altered %s', id));
 END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.reset_fuse(name text, action text DEFAULT 'apply') RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._gate('reset_fuse', pg_catalog.jsonb_build_object('id', pgtrickle._get(name), 'action', action))
+    SELECT pgtrickle._gate('reset_fuse', pg_catalog.jsonb_build_object('id', pgtrickle._require_id(name), 'action', action))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.fuse_status()
@@ -175,7 +175,7 @@ AS $$
 $$;
 
 -- Whether a stream table has not seen a change that was committed before this statement.
-CREATE OR REPLACE FUNCTION pgtrickle._pending(id bigint) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._has_pending_changes(id bigint) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.polled OR EXISTS (
@@ -187,7 +187,7 @@ AS $$
 $$;
 
 -- A stream table and those behind it, sources first.
-CREATE OR REPLACE FUNCTION pgtrickle._upstream(id bigint) RETURNS TABLE (pgt_id bigint, depth integer)
+CREATE OR REPLACE FUNCTION pgtrickle._upstream_ids(id bigint) RETURNS TABLE (pgt_id bigint, depth integer)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE up (pgt_id, depth) AS (
@@ -209,17 +209,17 @@ DECLARE
     request bigint;
 BEGIN
     IF NOT has_table_privilege(caller, (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader), 'SELECT')
-       OR id NOT IN (SELECT u.pgt_id FROM pgtrickle._upstream(reader) AS u) THEN
+       OR id NOT IN (SELECT u.pgt_id FROM pgtrickle._upstream_ids(reader) AS u) THEN
         RAISE EXCEPTION 'role % may not read stream table %', quote_ident(caller),
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader)
             USING ERRCODE = 'insufficient_privilege', HINT = 'Whoever may SELECT from it may wait for it: ask its owner for GRANT SELECT.';
     END IF;
-    IF NOT pgtrickle._pending(id) THEN
+    IF NOT pgtrickle._has_pending_changes(id) THEN
         RETURN NULL;
     END IF;
     PERFORM pgtrickle._require_room(caller);
     INSERT INTO pgtrickle.pgt_requests (pgt_id, requested_by) VALUES (id, caller) RETURNING request_id INTO request;
-    PERFORM pgtrickle._wake(format('request %s', request));
+    PERFORM pgtrickle._notify_services(format('request %s', request));
     RETURN request;
 END
 $$;
@@ -229,8 +229,8 @@ CREATE OR REPLACE PROCEDURE pgtrickle.wait_until_fresh(name text, timeout interv
 LANGUAGE plpgsql
 AS $$
 DECLARE
-    reader bigint := pgtrickle._get(name);
-    behind bigint[] := ARRAY(SELECT u.pgt_id FROM pgtrickle._upstream(reader) AS u);
+    reader bigint := pgtrickle._require_id(name);
+    behind bigint[] := ARRAY(SELECT u.pgt_id FROM pgtrickle._upstream_ids(reader) AS u);
     deadline timestamptz := pg_catalog.clock_timestamp() + timeout;
     id bigint;
     request bigint;

@@ -3,7 +3,7 @@
 -- The id of a stream table by its name, as the caller's search_path has it; NULL if there is none. A table that was
 -- renamed is found by its new name, one that was dropped by hand by the name it had. Operators have their schema: in the caller's search path there may
 -- be others that fit better.
-CREATE OR REPLACE FUNCTION pgtrickle._find(name text) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._find_id(name text) RETURNS bigint
 LANGUAGE plpgsql STABLE
 AS $$
 DECLARE
@@ -26,11 +26,11 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._get(name text) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._require_id(name text) RETURNS bigint
 LANGUAGE plpgsql STABLE
 AS $$
 DECLARE
-    id bigint := pgtrickle._find(name);
+    id bigint := pgtrickle._find_id(name);
 BEGIN
     IF id IS NULL THEN
         RAISE EXCEPTION 'there is no stream table %', name
@@ -49,14 +49,14 @@ DECLARE
     view regclass;
     old_columns text;
     new_columns text;
-    former text := pgtrickle._keep_ddl_here();
+    former text := pgtrickle._disable_ddl_propagation();
 BEGIN
     SELECT s.pgt_relid, s.through_coordinator INTO STRICT stream_table FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
-    old_columns := pgtrickle._shape(stream_table.pgt_relid);
-    query := pgtrickle._visible_text(pgtrickle._local_text(query), query_path);
-    PERFORM pgtrickle._gate('open', jsonb_build_object('id', id));
+    old_columns := pgtrickle._column_list(stream_table.pgt_relid);
+    query := pgtrickle._without_row_ids(pgtrickle._localized_query(query), query_path);
+    PERFORM pgtrickle._gate('begin_alter', jsonb_build_object('id', id));
     view := pgtrickle._write_view('CREATE VIEW', 'new_' || id, query, query_path);
-    new_columns := pgtrickle._shape(view);
+    new_columns := pgtrickle._column_list(view);
     IF old_columns IS DISTINCT FROM new_columns THEN
         RAISE EXCEPTION 'the new query of stream table % has other columns: % instead of %', stream_table.pgt_relid, new_columns, old_columns
             USING ERRCODE = 'invalid_table_definition',
@@ -66,14 +66,14 @@ BEGIN
     EXECUTE format('DROP VIEW %s', view);
     -- A new view where the old one was dropped with something it read.
     view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
-    PERFORM pgtrickle._warn_of_time(view, stream_table.pgt_relid);
+    PERFORM pgtrickle._warn_time_dependent(view, stream_table.pgt_relid);
     PERFORM pgtrickle._make_owner_functions(id); -- also for a service that has another role since
     PERFORM pgtrickle._attach_sources(view, stream_table.through_coordinator);
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._shape(relation regclass) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._column_list(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT string_agg(concat_ws(' ', quote_ident(a.attname), format_type(a.atttypid, a.atttypmod),
@@ -96,7 +96,7 @@ BEGIN
     IF query IS NOT NULL THEN
         PERFORM pgtrickle._replace_query(id, query, query_path);
     END IF;
-    PERFORM pgtrickle._gate('change', jsonb_build_object(
+    PERFORM pgtrickle._gate('update', jsonb_build_object(
         'id', id, 'query', query, 'schedule', schedule, 'refresh_mode', refresh_mode, 'status', upper(status),
         'pooler_compatibility_mode', pooler_compatibility_mode, 'placement', placement, 'tier', tier, 'fuse_ceiling', fuse_ceiling,
         'session_settings', CASE WHEN query IS NOT NULL THEN pgtrickle._session_settings(query_path) END, 'lost_members', lost_members));
@@ -104,7 +104,7 @@ BEGIN
         PERFORM pgtrickle._check_polled(s.view_relid, s.refresh_mode) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
     END IF;
     PERFORM pgtrickle._untrack_unused();
-    PERFORM pgtrickle._wake(format('altered %s', id));
+    PERFORM pgtrickle._notify_services(format('altered %s', id));
 END
 $$;
 
@@ -115,7 +115,7 @@ CREATE OR REPLACE FUNCTION pgtrickle.alter_stream_table(
 RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._alter(pgtrickle._get(name), schedule, refresh_mode, status, pooler_compatibility_mode, placement, query,
+    SELECT pgtrickle._alter(pgtrickle._require_id(name), schedule, refresh_mode, status, pooler_compatibility_mode, placement, query,
                             pg_catalog.current_setting('search_path'), tier, fuse_ceiling, lost_members)
 $$;
 
@@ -157,9 +157,9 @@ CREATE OR REPLACE FUNCTION pgtrickle.create_or_replace_stream_table(
 RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT CASE WHEN pgtrickle._find(name) IS NULL
+    SELECT CASE WHEN pgtrickle._find_id(name) IS NULL
         THEN pgtrickle.create_stream_table(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode,
                                            placement, key_columns)
-        ELSE pgtrickle._replace(pgtrickle._find(name), query, schedule, refresh_mode, pooler_compatibility_mode, placement,
+        ELSE pgtrickle._replace(pgtrickle._find_id(name), query, schedule, refresh_mode, pooler_compatibility_mode, placement,
                                 key_columns, pg_catalog.current_setting('search_path')) END
 $$;

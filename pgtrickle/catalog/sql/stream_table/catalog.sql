@@ -2,7 +2,7 @@
 -- it is about.
 
 -- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator reads as they are.
-CREATE OR REPLACE FUNCTION pgtrickle._behind(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
+CREATE OR REPLACE FUNCTION pgtrickle._resolved_sources(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT r.relation, coalesce(array_agg(DISTINCT c ORDER BY c) FILTER (WHERE c IS NOT NULL), '{}'), max(r.through::oid)::regclass
@@ -52,7 +52,7 @@ BEGIN
            coalesce(f.database || '/' || f.source_stable_name, pgtrickle._stable_name(source.relation)),
            signatures ->> source.relation::oid::text, source.through,
            pgtrickle._citus_placement(coalesce(source.through, source.relation))
-    FROM pgtrickle._behind((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole) AS source
+    FROM pgtrickle._resolved_sources((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole) AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation;
@@ -99,7 +99,7 @@ BEGIN
         RAISE EXCEPTION 'role % may not register %', quote_ident(caller), coalesce(storage::text, 'NULL') USING ERRCODE = 'insufficient_privilege';
     ELSIF (SELECT c.oid FROM pg_class AS c WHERE c.relnamespace = 'pgtrickle_views'::regnamespace AND c.relname = 'q_' || id AND c.relkind = 'v')
               IS DISTINCT FROM view::oid
-       -- Given out by _new_id() in this session: under an earlier one there may be messages of somebody else's.
+       -- Given out by _next_id() in this session: under an earlier one there may be messages of somebody else's.
        OR id IS DISTINCT FROM currval('pgtrickle.pgt_stream_tables_pgt_id_seq') THEN
         RAISE EXCEPTION 'no stream table can have id %', id
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Use pgtrickle.create_stream_table().';
@@ -127,12 +127,12 @@ BEGIN
     END IF;
     PERFORM pgtrickle._register_sources(id);
     PERFORM pgtrickle._close_views(caller);
-    PERFORM pgtrickle._settle_schedules(id), pgtrickle._signal_dag_rebuild();
+    PERFORM pgtrickle._update_intervals(id), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
 -- NULL leaves a value as it is.
-CREATE OR REPLACE FUNCTION pgtrickle._change(
+CREATE OR REPLACE FUNCTION pgtrickle._update_stream_table(
     caller name, id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
     session_settings jsonb, tier text, fuse_ceiling bigint, lost_members text)
 RETURNS void
@@ -141,7 +141,7 @@ AS $$
 #variable_conflict use_column
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'alter');
-    IF _change.query IS NOT NULL THEN
+    IF _update_stream_table.query IS NOT NULL THEN
         -- An old snapshot does not see what others have begun to read; nor do two at once see each other: there would be cycles.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %', current_setting('transaction_isolation')
@@ -149,46 +149,46 @@ BEGIN
         END IF;
         PERFORM pgtrickle._lock('queries');
     END IF;
-    IF _change.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
+    IF _update_stream_table.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
                                              WHERE s.pgt_id = id AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
-        status := coalesce(_change.status, 'ACTIVE'); -- it was suspended for want of a query
+        status := coalesce(_update_stream_table.status, 'ACTIVE'); -- it was suspended for want of a query
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET
-        defining_query = coalesce(_change.query, s.defining_query),
+        defining_query = coalesce(_update_stream_table.query, s.defining_query),
         view_relid = coalesce(to_regclass('pgtrickle_views.q_' || id), s.view_relid),
-        session_settings = coalesce(_change.session_settings, s.session_settings),
-        schedule = coalesce(_change.schedule, s.schedule),
-        refresh_mode = coalesce(_change.refresh_mode, s.refresh_mode),
-        pooler_compatibility_mode = coalesce(_change.pooler_compatibility_mode, s.pooler_compatibility_mode),
-        placement = coalesce(_change.placement, s.placement),
-        status = coalesce(CASE WHEN _change.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING' ELSE _change.status END, s.status),
-        status_reason = CASE _change.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL ELSE s.status_reason END,
-        consecutive_errors = CASE _change.status WHEN 'ACTIVE' THEN 0 ELSE s.consecutive_errors END,
-        last_error = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.last_error END,
-        counted_errors = CASE _change.status WHEN 'ACTIVE' THEN 0 ELSE s.counted_errors END,
-        alerted = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.alerted END,
-        fuse_blown_at = CASE _change.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
-        tier = CASE _change.tier WHEN 'auto' THEN NULL ELSE coalesce(_change.tier, s.tier) END,
-        fuse_ceiling = coalesce(_change.fuse_ceiling, s.fuse_ceiling),
-        lost_members = coalesce(_change.lost_members, s.lost_members),
+        session_settings = coalesce(_update_stream_table.session_settings, s.session_settings),
+        schedule = coalesce(_update_stream_table.schedule, s.schedule),
+        refresh_mode = coalesce(_update_stream_table.refresh_mode, s.refresh_mode),
+        pooler_compatibility_mode = coalesce(_update_stream_table.pooler_compatibility_mode, s.pooler_compatibility_mode),
+        placement = coalesce(_update_stream_table.placement, s.placement),
+        status = coalesce(CASE WHEN _update_stream_table.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING' ELSE _update_stream_table.status END, s.status),
+        status_reason = CASE _update_stream_table.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL ELSE s.status_reason END,
+        consecutive_errors = CASE _update_stream_table.status WHEN 'ACTIVE' THEN 0 ELSE s.consecutive_errors END,
+        last_error = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.last_error END,
+        counted_errors = CASE _update_stream_table.status WHEN 'ACTIVE' THEN 0 ELSE s.counted_errors END,
+        alerted = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.alerted END,
+        fuse_blown_at = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
+        tier = CASE _update_stream_table.tier WHEN 'auto' THEN NULL ELSE coalesce(_update_stream_table.tier, s.tier) END,
+        fuse_ceiling = coalesce(_update_stream_table.fuse_ceiling, s.fuse_ceiling),
+        lost_members = coalesce(_update_stream_table.lost_members, s.lost_members),
         -- Looked at anew, at once.
         next_due = '-infinity', stretch = 1,
-        reinit_reason = CASE WHEN _change.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
+        reinit_reason = CASE WHEN _update_stream_table.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
         -- Forget the mode if the query changed, or if the new mode rules it out; the next refresh decides.
-        effective_mode = CASE WHEN _change.query IS NULL AND coalesce(_change.refresh_mode, 'AUTO') IN ('AUTO', s.effective_mode) THEN s.effective_mode END,
-        mode_reason = CASE WHEN coalesce(_change.query, _change.refresh_mode) IS NULL THEN s.mode_reason END,
+        effective_mode = CASE WHEN _update_stream_table.query IS NULL AND coalesce(_update_stream_table.refresh_mode, 'AUTO') IN ('AUTO', s.effective_mode) THEN s.effective_mode END,
+        mode_reason = CASE WHEN coalesce(_update_stream_table.query, _update_stream_table.refresh_mode) IS NULL THEN s.mode_reason END,
         updated_at = now()
     WHERE s.pgt_id = id;
-    IF _change.query IS NOT NULL THEN
+    IF _update_stream_table.query IS NOT NULL THEN
         PERFORM pgtrickle._register_sources(id);
         PERFORM pgtrickle._close_views(caller);
     END IF;
-    PERFORM pgtrickle._settle_schedules(id), pgtrickle._signal_dag_rebuild();
+    PERFORM pgtrickle._update_intervals(id), pgtrickle._signal_dag_rebuild();
 END
 $$;
 
 -- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
-CREATE OR REPLACE FUNCTION pgtrickle._note_mode(caller name, id bigint, mode text, reason text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_mode(caller name, id bigint, mode text, reason text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN

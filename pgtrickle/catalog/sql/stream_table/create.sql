@@ -53,7 +53,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value',
                   HINT = 'It is a duration such as 500ms, 30s or 1h30m, a cron expression such as */5 * * * * (CRON_TZ=Area/City before'
                          ' it names a time zone), or calculated.';
-    ELSIF schedule ~ '^[0-9]+[mshdw]' AND pgtrickle._duration(schedule) IS NULL THEN
+    ELSIF schedule ~ '^[0-9]+[mshdw]' AND pgtrickle._parse_duration(schedule) IS NULL THEN
         RAISE EXCEPTION 'schedule cannot be %', quote_literal(schedule)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'A duration is at most ten years, which are 3650d.';
     ELSIF coalesce(starts_with(schedule, 'CRON_TZ='), false) AND NOT EXISTS (
@@ -136,7 +136,7 @@ $$;
 
 -- The text of a query as it is stored. Row ids of stream tables that `*` would include are left out, because they are not data; naming one is an
 -- error. Other errors in the query are reported when it is stored.
-CREATE OR REPLACE FUNCTION pgtrickle._visible_text(written text, query_path text) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._without_row_ids(written text, query_path text) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -169,7 +169,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._can_capture(source regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT bool_and(relkind IN ('r', 'p')) FROM pg_class WHERE oid IN (SELECT pgtrickle._tree(source))
+    SELECT bool_and(relkind IN ('r', 'p')) FROM pg_class WHERE oid IN (SELECT pgtrickle._partition_tree(source))
 $$;
 
 -- In the order of their OIDs, so that two who create at the same time do not wait for each other in a circle.
@@ -181,7 +181,7 @@ DECLARE
 BEGIN
     FOR source IN
         SELECT s.relation, s.columns FROM pgtrickle._sources(view) AS s
-        WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_spread(s.relation))
+        WHERE pgtrickle._can_capture(s.relation) AND (NOT pgtrickle._is_stand_in(s.relation) OR pgtrickle._is_read_from_nodes(s.relation))
           AND NOT (through_coordinator AND pgtrickle._is_distributed(s.relation))
         ORDER BY s.relation::oid
     LOOP
@@ -243,7 +243,7 @@ DECLARE
     id bigint;
     view regclass;
     storage regclass;
-    former text := pgtrickle._keep_ddl_here();
+    former text := pgtrickle._disable_ddl_propagation();
     whole boolean;
 BEGIN
     schedule := coalesce(schedule, 'calculated');
@@ -257,8 +257,8 @@ BEGIN
             USING ERRCODE = 'duplicate_table',
                   HINT = 'Choose another name, or use create_or_replace_stream_table() to change a stream table.';
     END IF;
-    id := pgtrickle._gate('begin', '{}')::bigint;
-    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._visible_text(pgtrickle._local_text(query), query_path), query_path);
+    id := pgtrickle._gate('begin_create', '{}')::bigint;
+    view := pgtrickle._write_view('CREATE VIEW', 'q_' || id, pgtrickle._without_row_ids(pgtrickle._localized_query(query), query_path), query_path);
     PERFORM pgtrickle._check_query(view);
     key_columns := coalesce(key_columns, pgtrickle._find_key(view));
     PERFORM pgtrickle._check_polled(view, refresh_mode);
@@ -274,7 +274,7 @@ BEGIN
                                     ' or ALTER FUNCTION ... SET search_path = %s;', query_path);
         END;
     END IF;
-    st_placement := pgtrickle._choose_placement(view, st_placement, output_distribution_column);
+    st_placement := pgtrickle._choose_st_placement(view, st_placement, output_distribution_column);
     storage := pgtrickle._create_storage(storage_name, view, key_columns, st_placement, output_distribution_column);
     PERFORM pgtrickle._make_owner_functions(id);
     PERFORM pgtrickle._attach_sources(view, whole);
@@ -283,16 +283,16 @@ BEGIN
         'pooler_compatibility_mode', coalesce(pooler_compatibility_mode, false), 'placement', placement, 'key_columns', key_columns,
         'session_settings', pgtrickle._session_settings(query_path)));
     IF whole THEN
-        PERFORM pgtrickle._gate('note_coordinator', jsonb_build_object('id', id));
+        PERFORM pgtrickle._gate('record_coordinator', jsonb_build_object('id', id));
     END IF;
-    PERFORM pgtrickle._place(id, st_placement, output_distribution_column);
+    PERFORM pgtrickle._distribute_stream_table(id, st_placement, output_distribution_column);
     -- Not before: what was left of capture of the same table would go and come in one transaction, which Citus cannot.
     PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN
         PERFORM pgtrickle._gate('request', jsonb_build_object('id', id));
     END IF;
-    PERFORM pgtrickle._warn_of_time(view, storage);
+    PERFORM pgtrickle._warn_time_dependent(view, storage);
     PERFORM pgtrickle._warn_without_service();
     RETURN id;
 END
@@ -315,7 +315,7 @@ CREATE OR REPLACE FUNCTION pgtrickle.create_stream_table_if_not_exists(
 RETURNS bigint
 LANGUAGE sql
 AS $$
-    SELECT coalesce(pgtrickle._find(name),
+    SELECT coalesce(pgtrickle._find_id(name),
                     pgtrickle.create_stream_table(name, query, schedule, refresh_mode, initialize, pooler_compatibility_mode,
                                                   placement, key_columns))
 $$;

@@ -2,7 +2,7 @@
 
 -- Before stream tables are dropped: keeps refreshes of them out, in the order in which a refresh takes its locks. First the views, then the rows; the
 -- tables come after both. What stands in the way of a view leaves it, as _forget_dropped() does.
-CREATE OR REPLACE FUNCTION pgtrickle._begin_drop(caller name, ids bigint[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._lock_for_drop(caller name, ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -22,7 +22,7 @@ END
 $$;
 
 -- A stream table and all that read it, readers first.
-CREATE OR REPLACE FUNCTION pgtrickle._with_readers(id bigint) RETURNS bigint[]
+CREATE OR REPLACE FUNCTION pgtrickle._id_with_readers(id bigint) RETURNS bigint[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE found (pgt_id, depth) AS (
@@ -43,26 +43,26 @@ DECLARE
     dropped record;
     -- Another transaction may have dropped it since its name was looked up.
     label text := coalesce((SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id), name);
-    former text := pgtrickle._keep_ddl_here();
+    former text := pgtrickle._disable_ddl_propagation();
 BEGIN
     BEGIN
         -- Those that begin to read it while this waits for locks hold one on its table, and are seen in the next round.
         LOOP
-            gone := pgtrickle._with_readers(id);
+            gone := pgtrickle._id_with_readers(id);
             IF cardinality(gone) > 1 AND NOT cascade THEN
                 RAISE EXCEPTION 'stream table % is read by %', label,
                         (SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ' ORDER BY s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
                          WHERE s.pgt_id = ANY (gone) AND s.pgt_id <> id)
                     USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
             END IF;
-            PERFORM pgtrickle._gate('begin_drop', jsonb_build_object('ids', gone));
+            PERFORM pgtrickle._gate('lock_for_drop', jsonb_build_object('ids', gone));
             FOR dropped IN
                 SELECT s.pgt_relid FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n) JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
                 JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.st_placement NOT IN ('reference', 'distributed') ORDER BY g.n
             LOOP
                 EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', dropped.pgt_relid);
             END LOOP;
-            EXIT WHEN pgtrickle._with_readers(id) = gone;
+            EXIT WHEN pgtrickle._id_with_readers(id) = gone;
         END LOOP;
     EXCEPTION WHEN lock_not_available THEN
         RAISE EXCEPTION 'stream table % cannot be dropped: it is being refreshed, or another transaction uses it', label
@@ -79,7 +79,7 @@ BEGIN
             PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
         END IF;
         EXECUTE format('DROP TABLE %s %s', dropped.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
-        PERFORM pgtrickle._keep_ddl_here();
+        PERFORM pgtrickle._disable_ddl_propagation();
     END LOOP;
     -- Rows and functions: what a table dropped by hand would leave.
     PERFORM pgtrickle._forget_dropped();
@@ -91,5 +91,5 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.drop_stream_table(name text, cascade boolean DEFAULT false) RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._drop(pgtrickle._get(name), cascade, name)
+    SELECT pgtrickle._drop(pgtrickle._require_id(name), cascade, name)
 $$;

@@ -5,7 +5,7 @@ RETURNS void
 LANGUAGE plpgsql
 AS $$
 DECLARE
-    ids bigint[] := ARRAY(SELECT DISTINCT pgtrickle._get(member) FROM pg_catalog.unnest(members) AS m (member) ORDER BY 1);
+    ids bigint[] := ARRAY(SELECT DISTINCT pgtrickle._require_id(member) FROM pg_catalog.unnest(members) AS m (member) ORDER BY 1);
 BEGIN
     IF pg_catalog.lower(isolation) IS DISTINCT FROM 'repeatable_read' THEN
         RAISE EXCEPTION 'isolation cannot be %', pg_catalog.quote_nullable(isolation)
@@ -14,12 +14,12 @@ BEGIN
         RAISE EXCEPTION 'refresh group % needs at least two stream tables', pg_catalog.quote_ident(name)
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    PERFORM pgtrickle._gate('group', pg_catalog.jsonb_build_object('name', name, 'ids', ids));
-    PERFORM pgtrickle._wake('group ' || name);
+    PERFORM pgtrickle._gate('create_group', pg_catalog.jsonb_build_object('name', name, 'ids', ids));
+    PERFORM pgtrickle._notify_services('group ' || name);
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._group(caller name, name text, ids bigint[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._create_group(caller name, name text, ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -46,10 +46,10 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.drop_refresh_group(name text) RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._gate('ungroup', pg_catalog.jsonb_build_object('name', name))
+    SELECT pgtrickle._gate('drop_group', pg_catalog.jsonb_build_object('name', name))
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._ungroup(caller name, name text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._drop_group(caller name, name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -65,7 +65,7 @@ BEGIN
             USING ERRCODE = 'undefined_object', HINT = 'SELECT * FROM pgtrickle.refresh_groups() lists those there are.';
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET refresh_group = NULL, updated_at = now() WHERE s.refresh_group = name;
-    PERFORM pgtrickle._wake('group ' || name);
+    PERFORM pgtrickle._notify_services('group ' || name);
 END
 $$;
 
@@ -73,6 +73,6 @@ CREATE OR REPLACE FUNCTION pgtrickle.refresh_groups() RETURNS TABLE (group_name 
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT s.refresh_group, 'repeatable_read', array_agg(n.full_name ORDER BY n.full_name)
-    FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._named() AS n USING (pgt_id)
+    FROM pgtrickle.pgt_stream_tables AS s JOIN pgtrickle._current_names() AS n USING (pgt_id)
     WHERE s.refresh_group IS NOT NULL GROUP BY 1 ORDER BY 1
 $$;

@@ -1,7 +1,7 @@
 -- What PostgreSQL knows about a defining query, read from the view that keeps it and the views below that.
 
 -- The rules of the view and of all views it reads, with the role whose rights PostgreSQL checks there.
-CREATE OR REPLACE FUNCTION pgtrickle._rules(view regclass)
+CREATE OR REPLACE FUNCTION pgtrickle._view_rules(view regclass)
 RETURNS TABLE (rule oid, relation oid, tree text, checked_as oid)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -40,7 +40,7 @@ AS $$
                  ORDER BY a.attnum),
            array_agg(DISTINCT read.checked_as)
     FROM (SELECT DISTINCT r.rule, r.tree, r.checked_as, found[1]::oid AS relid
-          FROM pgtrickle._rules(view) AS r
+          FROM pgtrickle._view_rules(view) AS r
           CROSS JOIN LATERAL regexp_matches(r.tree, ':rtekind 0 :relid (\d+)', 'g') AS found) AS read
     JOIN pg_class AS c ON c.oid = read.relid AND c.relkind <> 'v'
     GROUP BY c.oid, c.relkind, c.reltype
@@ -51,7 +51,7 @@ RETURNS TABLE (fn oid, provolatile "char", proname name, nspname name)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT DISTINCT p.oid, p.provolatile, p.proname, n.nspname
-    FROM pgtrickle._rules(view) AS r
+    FROM pgtrickle._view_rules(view) AS r
     CROSS JOIN LATERAL regexp_matches(r.tree, ':(?:funcid|opfuncid|aggfnoid|winfnoid|tsmhandler) (\d+)', 'g') AS found
     JOIN pg_proc AS p ON p.oid = found[1]::oid
     JOIN pg_namespace AS n ON n.oid = p.pronamespace
@@ -61,7 +61,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._time_dependent(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT EXISTS (SELECT FROM pgtrickle._rules(view) AS r WHERE r.tree ~ '\{SQLVALUEFUNCTION :op [0-8] ')
+    SELECT EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r WHERE r.tree ~ '\{SQLVALUEFUNCTION :op [0-8] ')
         OR EXISTS (SELECT FROM pgtrickle._functions_used(view) AS f JOIN pg_proc AS p ON p.oid = f.fn
                    WHERE f.nspname = 'pg_catalog'
                      AND (f.proname IN ('now', 'statement_timestamp', 'transaction_timestamp')
@@ -69,7 +69,7 @@ AS $$
 $$;
 
 -- Says at creation what a query over the current time costs.
-CREATE OR REPLACE FUNCTION pgtrickle._warn_of_time(view regclass, storage regclass) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._warn_time_dependent(view regclass, storage regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -108,7 +108,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._find_key(view regclass) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    tree text := (SELECT r.tree FROM pgtrickle._rules(view) AS r WHERE r.relation = view);
+    tree text := (SELECT r.tree FROM pgtrickle._view_rules(view) AS r WHERE r.relation = view);
     grouped integer[] := ARRAY(SELECT m[1]::integer
                                FROM regexp_matches(substring(tree FROM ':groupClause \(([^()]*)\)'), ':tleSortGroupRef (\d+)', 'g') AS m);
     source oid;
@@ -154,7 +154,7 @@ $$;
 
 -- The labels of all enums that are among these types or in them: renaming one changes values of rows that nobody writes to. PL/pgSQL, because
 -- it keeps its plan.
-CREATE OR REPLACE FUNCTION pgtrickle._labels(types oid[]) RETURNS jsonb
+CREATE OR REPLACE FUNCTION pgtrickle._enum_labels(types oid[]) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -196,13 +196,13 @@ $$;
 -- Whether a query runs code that is not PostgreSQL's own, or may run it. Whatever a user made counts, but for tables and collations: an operator over a
 -- function of PostgreSQL's has a negator that the planner may call instead, domains have checks, and casts to text or json, which printing a value
 -- takes, may be anybody's who owns the type. VOLATILE functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
-CREATE OR REPLACE FUNCTION pgtrickle._runs_own_code(view regclass) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._runs_user_code(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
     SELECT EXISTS (SELECT FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog' OR f.provolatile = 'v')
-        OR EXISTS (SELECT FROM pgtrickle._rules(view) AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
+        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
                    WHERE d.refobjid >= 16384 AND d.refclassid NOT IN ('pg_class'::regclass, 'pg_collation'::regclass))
-        OR EXISTS (SELECT FROM pgtrickle._rules(view) AS r CROSS JOIN LATERAL regexp_matches(r.tree, '\m\d{5,10}\M', 'g') AS found
+        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r CROSS JOIN LATERAL regexp_matches(r.tree, '\m\d{5,10}\M', 'g') AS found
                    JOIN pg_type AS t ON t.oid::bigint = found[1]::bigint WHERE t.oid >= 16384)
         OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attnum > 0
                    WHERE NOT a.attisdropped AND a.atttypid >= 16384)
@@ -231,7 +231,7 @@ BEGIN
     -- How names of objects are printed depends on search_path; a refresh has one of its own (decision 019). Of types it does not matter: nearly all are
     -- PostgreSQL's own. A value of such a type that stays one is the same everywhere.
     SELECT string_agg(DISTINCT m[1]::oid::regtype::text, ', ') INTO offending
-    FROM pgtrickle._rules(view) AS r
+    FROM pgtrickle._view_rules(view) AS r
     CROSS JOIN LATERAL regexp_matches(r.tree, '\{COERCEVIAIO :arg \{(?:VAR :varno \d+ :varattno -?\d+ :vartype|RELABELTYPE :arg \{[^{}]*\} :resulttype'
                                               '|FUNCEXPR :funcid \d+ :funcresulttype|CONST :consttype) (\d+)', 'g') AS m
     WHERE m[1]::oid IN ('regclass'::regtype, 'regproc'::regtype, 'regprocedure'::regtype, 'regoper'::regtype, 'regoperator'::regtype,
@@ -263,7 +263,7 @@ BEGIN
                   HINT = 'Create them there as they are here, owned by the role that reads there; `pgtrickle create` and Python compare them.'
                          ' Or compute them in the database of their arguments: a stream table there can be read here.';
     END IF;
-    IF EXISTS (SELECT FROM pgtrickle._rules(view) AS r WHERE r.tree LIKE '%{ROWMARKCLAUSE %') THEN
+    IF EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r WHERE r.tree LIKE '%{ROWMARKCLAUSE %') THEN
         RAISE EXCEPTION 'the query locks rows (FOR UPDATE or FOR SHARE)'
             USING ERRCODE = 'feature_not_supported', HINT = 'Remove the locking clause.';
     END IF;

@@ -1,7 +1,7 @@
 -- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need it.
 
 -- NULL where the schedule is no duration, or one of nothing or of more than ten years.
-CREATE OR REPLACE FUNCTION pgtrickle._duration(schedule text) RETURNS interval
+CREATE OR REPLACE FUNCTION pgtrickle._parse_duration(schedule text) RETURNS interval
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE WHEN length(schedule) <= 500 AND schedule ~ '^([0-9]{1,9}(ms|s|m|h|d|w))+$' THEN (
@@ -24,12 +24,12 @@ $$;
 -- such as fresh as the setting says. Creating or altering a stream table settles that one only and leaves the rows of
 -- others unlocked: the service settles them when it sees the change. A row that somebody has locked is left out; the
 -- result says whether there was one.
-CREATE OR REPLACE FUNCTION pgtrickle._settle_schedules(only_id bigint DEFAULT NULL) RETURNS boolean
+CREATE OR REPLACE FUNCTION pgtrickle._update_intervals(only_id bigint DEFAULT NULL) RETURNS boolean
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE needed (pgt_id, every) AS (
-        SELECT s.pgt_id, pgtrickle._duration(s.schedule) FROM pgtrickle.pgt_stream_tables AS s
-        WHERE s.schedule <> 'calculated' AND pgtrickle._duration(s.schedule) IS NOT NULL
+        SELECT s.pgt_id, pgtrickle._parse_duration(s.schedule) FROM pgtrickle.pgt_stream_tables AS s
+        WHERE s.schedule <> 'calculated' AND pgtrickle._parse_duration(s.schedule) IS NOT NULL
         UNION
         SELECT u.pgt_id, n.every FROM needed AS n
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = n.pgt_id

@@ -1,7 +1,7 @@
 -- The schema pgtrickle_views, where objects belong to owners of stream tables: who may create what there, and when.
 
 -- An id whose names in pgtrickle_views are free, whatever an earlier version let others create there.
-CREATE OR REPLACE FUNCTION pgtrickle._new_id() RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._next_id() RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
