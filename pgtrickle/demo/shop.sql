@@ -24,7 +24,8 @@ SELECT n, 'customer ' || n, (ARRAY['north', 'south', 'east', 'west', 'overseas']
 FROM generate_series(1, greatest(current_setting('demo.rows')::integer / 20, 5)) AS n;
 
 INSERT INTO orders (id, customer_id, status, placed_at)
-SELECT n, n % (SELECT max(id) FROM customers) + 1, (ARRAY['open', 'paid', 'shipped', 'shipped', 'cancelled'])[n % 5 + 1],
+SELECT n, n % (SELECT max(id) FROM customers) + 1,
+       (ARRAY['open', 'paid', 'shipped', 'shipped', 'cancelled'])[n % 5 + 1],
        now() - make_interval(mins => n)
 FROM generate_series(1, greatest(current_setting('demo.rows')::integer / 2, 10)) AS n;
 

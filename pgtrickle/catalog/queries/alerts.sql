@@ -1,9 +1,11 @@
--- What an operator should know: buffers that grow, schedules that are stretched. Only sources with changes are looked at.
+-- What an operator should know: buffers that grow, schedules that are stretched. Only sources with changes are looked
+-- at.
 SELECT 'buffer ' || t.source_stable_name, 'buffer_growth_warning', NULL::bigint,
        jsonb_build_object('source', t.source_relid::text, 'rows', b.rows, 'threshold', %(rows)s::bigint)
 FROM (SELECT DISTINCT source_stable_name FROM pgtrickle_changes.pgt_activity) AS a
 JOIN pgtrickle.pgt_change_tracking t USING (source_stable_name)
-CROSS JOIN LATERAL (SELECT sum(pg_stat_get_live_tuples(part)) AS rows FROM pgtrickle._partition_tree(t.buffer_relid) AS part) AS b
+CROSS JOIN LATERAL (SELECT sum(pg_stat_get_live_tuples(part)) AS rows
+                    FROM pgtrickle._partition_tree(t.buffer_relid) AS part) AS b
 WHERE b.rows > %(rows)s
 UNION ALL
 SELECT 'stretch ' || pgt_id, 'scheduler_falling_behind', pgt_id,

@@ -2,7 +2,8 @@
 UPDATE pgtrickle.pgt_services
 SET last_seen = clock_timestamp(), lease_expires = clock_timestamp() + %(lease)s,
     ticked_at = statement_timestamp(), -- what the snapshot does not see is committed later
-    tick_snapshot = pg_current_snapshot(), earlier_ticks = %(ticks)s::timestamptz[], earlier_snapshots = %(snapshots)s::text[]::pg_snapshot[],
+    tick_snapshot = pg_current_snapshot(), earlier_ticks = %(ticks)s::timestamptz[],
+    earlier_snapshots = %(snapshots)s::text[]::pg_snapshot[],
     pool_size = %(pool_size)s, pool_active = %(pool_active)s,
     plans_found = %(plans_found)s, plans_made = %(plans_made)s, settings = %(settings)s
 WHERE service_id = %(service)s

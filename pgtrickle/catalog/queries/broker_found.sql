@@ -4,5 +4,6 @@ WITH ticked AS (
 )
 UPDATE pgtrickle.pgt_broker_entries e
 SET pending_rows = f.pending, upper_bound = f.bound, last_tick = ticked.tick
-FROM ticked, unnest(%(homes)s::text[], %(names)s::text[], %(pending)s::bigint[], %(bounds)s::bigint[]) AS f (home, name, pending, bound)
+FROM ticked, unnest(%(homes)s::text[], %(names)s::text[], %(pending)s::bigint[], %(bounds)s::bigint[])
+    AS f (home, name, pending, bound)
 WHERE e.home = f.home AND e.source_stable_name = f.name;

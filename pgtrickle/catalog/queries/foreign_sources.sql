@@ -10,7 +10,8 @@ SELECT d.pgt_id,
        d.through IS NOT NULL AS shard,
        f.resolved_by IS NOT NULL AS resolved,
        f.resolved_by IS NOT NULL
-           AND f.resolved_by IS DISTINCT FROM pgtrickle.stable_hash(pgtrickle._foreign_table_target(f.relid)::text) AS redirected,
+           AND f.resolved_by IS DISTINCT FROM pgtrickle.stable_hash(pgtrickle._foreign_table_target(f.relid)::text)
+               AS redirected,
        pgtrickle._database_identity() || '/' || d.pgt_id AS consumer,
        format('%%s, stream table %%I.%%I', current_database(), s.pgt_schema, s.pgt_name) AS label,
        ARRAY(SELECT (c ->> 'attnum')::smallint

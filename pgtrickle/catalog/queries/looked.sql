@@ -4,7 +4,8 @@ WITH looks AS MATERIALIZED (
     FROM unnest(%(databases)s::text[], %(times)s::float8[], %(problems)s::text[]) AS l (name, at, problem)
 ), behind AS MATERIALIZED (
     SELECT d.pgt_id, a.database, min(to_timestamp(a.since)) AS since
-    FROM unnest(%(active)s::text[], %(names)s::text[], %(xids)s::bigint[], %(since)s::float8[]) AS a (database, name, xid, since)
+    FROM unnest(%(active)s::text[], %(names)s::text[], %(xids)s::bigint[], %(since)s::float8[])
+        AS a (database, name, xid, since)
     JOIN pgtrickle.pgt_databases w ON w.name = a.database
     JOIN pgtrickle.pgt_dependencies d ON d.source_stable_name = a.database || '/' || a.name
     JOIN pgtrickle.pgt_stream_tables s USING (pgt_id)
@@ -14,7 +15,8 @@ WITH looks AS MATERIALIZED (
     GROUP BY 1, 2
 ), caught_up AS (
     DELETE FROM pgtrickle.pgt_behind b USING looks l
-    WHERE b.database = l.name AND NOT EXISTS (SELECT FROM behind n WHERE (n.pgt_id, n.database) = (b.pgt_id, b.database))
+    WHERE b.database = l.name
+      AND NOT EXISTS (SELECT FROM behind n WHERE (n.pgt_id, n.database) = (b.pgt_id, b.database))
 ), fell_behind AS (
     INSERT INTO pgtrickle.pgt_behind AS b (pgt_id, database, since) SELECT n.pgt_id, n.database, n.since FROM behind n
     ON CONFLICT (pgt_id, database) DO UPDATE SET since = excluded.since WHERE b.since <> excluded.since

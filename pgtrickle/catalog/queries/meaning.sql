@@ -1,5 +1,5 @@
--- What a query means beyond its text: the views and functions it goes through, each with the transaction that last changed it, and the labels of
--- its enums.
+-- What a query means beyond its text: the views and functions it goes through, each with the transaction that last
+-- changed it, and the labels of its enums.
 WITH RECURSIVE reached AS (
     SELECT v.pgt_id, v.view_relid::oid AS oid
     FROM unnest(%(ids)s::bigint[], %(views)s::oid[]) AS v(pgt_id, view_relid)
@@ -26,7 +26,8 @@ WITH RECURSIVE reached AS (
     CROSS JOIN unnest(ARRAY[a.aggtransfn, a.aggfinalfn]) AS part (oid)
     WHERE used.refclassid = 'pg_proc'::regclass
     UNION
-    SELECT used.pgt_id, o.oprcode FROM used JOIN pg_operator o ON o.oid = used.refobjid WHERE used.refclassid = 'pg_operator'::regclass
+    SELECT used.pgt_id, o.oprcode FROM used JOIN pg_operator o ON o.oid = used.refobjid
+    WHERE used.refclassid = 'pg_operator'::regclass
 ), functions AS (
     SELECT called.pgt_id, p.oid, p.xmin::text AS xmin FROM called JOIN pg_proc p ON p.oid = called.oid
 ), types AS (
@@ -47,24 +48,31 @@ SELECT v.pgt_id,
                                FROM pgtrickle.pgt_stream_tables s
                                JOIN pg_trigger t ON t.tgrelid = s.pgt_relid AND t.tgname = 'pgtrickle_guard'
                                WHERE s.pgt_id = v.pgt_id AND s.st_placement = 'local'), '')) AS meaning,
-       (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, n.nspname, a.attnum, a.attname, a.atttypid, a.atttypmod),
+       (SELECT
+        pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, n.nspname, a.attnum, a.attname,
+                                                   a.atttypid, a.atttypmod),
                               ',' ORDER BY a.attrelid, a.attnum)
                    -- Texts are bound to names: another function of the same name may fit better.
-                   || coalesce((SELECT string_agg(DISTINCT p.oid::text, ',') FROM functions f JOIN pg_proc o ON o.oid = f.oid AND o.oid >= 16384
+                   || coalesce((SELECT string_agg(DISTINCT p.oid::text, ',') FROM functions f
+                                JOIN pg_proc o ON o.oid = f.oid AND o.oid >= 16384
                                 JOIN pg_proc p ON p.proname = o.proname AND p.pronamespace = o.pronamespace
                                 WHERE f.pgt_id = v.pgt_id), '')
                    || coalesce((SELECT string_agg(i.indexrelid || ':' || i.xmin, ',' ORDER BY i.indexrelid)
                                 FROM reached r JOIN pg_index i ON i.indrelid = r.oid AND i.indisunique
                                 WHERE r.pgt_id = v.pgt_id), '')
-                   || coalesce((SELECT string_agg(m.member_relid::oid || ':' || f.shape, ',' ORDER BY m.relid, m.database)
+                   ||
+                       coalesce((SELECT string_agg(m.member_relid::oid || ':' || f.shape, ','
+                                                   ORDER BY m.relid, m.database)
                                 FROM reached r JOIN pgtrickle.pgt_shards m ON m.relid = r.oid
                                 JOIN pgtrickle.pgt_foreign_tables f ON f.relid = m.member_relid
                                 WHERE r.pgt_id = v.pgt_id), '')
                    || coalesce((SELECT string_agg(t.relid::oid::text, ',' ORDER BY t.relid::oid)
-                                FROM reached r JOIN pgtrickle.pgt_sharded_tables t ON t.relid = r.oid AND t.database_set = '@cluster'
+                                FROM reached r JOIN pgtrickle.pgt_sharded_tables t ON t.relid = r.oid
+                                    AND t.database_set = '@cluster'
                                 WHERE r.pgt_id = v.pgt_id), '')
                    || coalesce((SELECT string_agg(f.relid::oid || ':' || f.shape, ',' ORDER BY f.relid::oid)
-                                FROM reached r JOIN pgtrickle.pgt_foreign_tables f ON f.relid = r.oid AND f.resolved_by IS NOT NULL
+                                FROM reached r JOIN pgtrickle.pgt_foreign_tables f ON f.relid = r.oid
+                                    AND f.resolved_by IS NOT NULL
                                 WHERE r.pgt_id = v.pgt_id), ''))
         FROM reached
         JOIN pg_class c ON c.oid = reached.oid

@@ -4,9 +4,11 @@ WITH moved AS (
     SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,
         status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = NULL,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
-        claimed_by = NULL, consecutive_errors = 0, counted_errors = 0, last_error = NULL, error_kind = NULL, failed_at = NULL,
+        claimed_by = NULL, consecutive_errors = 0, counted_errors = 0, last_error = NULL, error_kind = NULL,
+        failed_at = NULL,
         alerted = CASE WHEN status = 'SUSPENDED' THEN alerted END, polled = %(polled)s, fuse_passes = false,
-        last_seconds = %(seconds)s, own_seconds = %(cost)s, last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
+        last_seconds = %(seconds)s, own_seconds = %(cost)s,
+        last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
         full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
         -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
         row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0
@@ -17,11 +19,13 @@ WITH moved AS (
     WHERE pgt_id = %(id)s
 ), written AS (
     INSERT INTO pgtrickle.pgt_refresh_history (
-        pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, reason, rows_in, rows_inserted,
+        pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, reason, rows_in,
+        rows_inserted,
         rows_updated, rows_deleted, phases, frontier)
     -- A scheduler that found nothing to do has nothing to tell.
     SELECT %(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s), clock_timestamp(),
-           'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s, %(frontier)s
+           'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s,
+           %(frontier)s
     WHERE NOT (%(action)s = 'NO_DATA' AND %(by)s = 'SCHEDULE')
     RETURNING refresh_id
 ), relayed AS (
@@ -30,7 +34,8 @@ WITH moved AS (
     SET waiting_since = (SELECT known_at FROM pgtrickle._freshness(ARRAY[%(id)s::bigint]))
     WHERE %(changed)s AND xid = pg_current_xact_id_if_assigned()::text::bigint
       AND source_stable_name = (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking t
-                                JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid WHERE s.pgt_id = %(id)s)
+                                JOIN pgtrickle.pgt_stream_tables s ON s.pgt_relid = t.source_relid
+                                WHERE s.pgt_id = %(id)s)
 ), caught_up AS (
     DELETE FROM pgtrickle.pgt_behind WHERE pgt_id = %(id)s
 ), answered AS (

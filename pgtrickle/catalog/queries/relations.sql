@@ -15,7 +15,8 @@ SELECT c.oid::bigint AS oid,
        CASE WHEN c.relkind = 'v' THEN pg_get_viewdef(c.oid) END AS definition,
        EXISTS (
            SELECT FROM pg_rewrite r
-           JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_operator'::regclass
+           JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+             AND d.refclassid = 'pg_operator'::regclass
            WHERE r.ev_class = c.oid
        ) AS own_operators,
        pgtrickle._table_key(c.oid) AS key,

@@ -1,5 +1,6 @@
 -- The members' tables behind those that stand for one in many databases.
-SELECT m.relid::oid::bigint AS relid, t.database_set = '@cluster' AS spread, m.member_relid::oid::bigint AS member_relid, f.database, f.source_schema, f.source_name,
+SELECT m.relid::oid::bigint AS relid, t.database_set = '@cluster' AS spread,
+       m.member_relid::oid::bigint AS member_relid, f.database, f.source_schema, f.source_name,
        f.source_stable_name, f.columns, nullif(pgtrickle._primary_key(m.member_relid), 'null') AS key
 FROM pgtrickle.pgt_shards m JOIN pgtrickle.pgt_sharded_tables t ON t.relid = m.relid
 JOIN pgtrickle.pgt_foreign_tables f ON f.relid = m.member_relid

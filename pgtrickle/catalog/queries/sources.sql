@@ -1,6 +1,7 @@
 -- The sources of stream tables as the cut sees them, with their capture and what it noticed. Many share a source.
 WITH signed AS MATERIALIZED (
-    SELECT t.source_relid, t.source_stable_name, t.buffer_relid, pgtrickle._capture_signature(t.source_relid) AS signature
+    SELECT t.source_relid, t.source_stable_name, t.buffer_relid,
+           pgtrickle._capture_signature(t.source_relid) AS signature
     FROM pgtrickle.pgt_change_tracking t
     WHERE t.source_relid IN (SELECT d.source_relid FROM pgtrickle.pgt_dependencies d WHERE d.pgt_id = ANY (%(ids)s))
 )
@@ -15,7 +16,8 @@ SELECT d.pgt_id,
        t.signature,
        b.relname AS buffer,
        coalesce(pg_relation_size(b.oid), 0)
-           + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits h WHERE h.inhparent = b.oid), 0)::bigint AS buffered,
+           + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits h WHERE h.inhparent = b.oid),
+                      0)::bigint AS buffered,
        t.source_stable_name AS stable_name,
        c.oid IS NOT NULL AS present
 FROM pgtrickle.pgt_dependencies d

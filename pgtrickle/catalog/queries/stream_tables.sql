@@ -21,14 +21,16 @@ SELECT s.pgt_id,
        CASE WHEN s.fuse_passes THEN 0
             ELSE coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint) END AS fuse_ceiling,
        -- What no single database can compute is Spark's; nor does one know which shards are its own.
-       CASE WHEN elsewhere.databases IS NOT NULL OR here.tables IS NOT NULL THEN 'spark' ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
+       CASE WHEN elsewhere.databases IS NOT NULL OR here.tables IS NOT NULL THEN 'spark'
+            ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
        s.pooler_compatibility_mode,
        s.lost_members,
        s.st_placement,
        s.has_former_row_ids,
        s.output_distribution_column,
        coalesce(elsewhere.databases, '{}') AS databases,
-       EXISTS (SELECT FROM pgtrickle.pgt_dependencies d WHERE d.pgt_id = s.pgt_id AND d.source_type <> 'OTHER_DATABASE' AND d.through IS NULL) AS reads_here,
+       EXISTS (SELECT FROM pgtrickle.pgt_dependencies d
+               WHERE d.pgt_id = s.pgt_id AND d.source_type <> 'OTHER_DATABASE' AND d.through IS NULL) AS reads_here,
        coalesce(here.tables, '{}') AS spread_here,
        pgtrickle._has_citus() AS on_citus,
        s.session_settings,
@@ -36,7 +38,8 @@ SELECT s.pgt_id,
        pg_get_userbyid(c.relowner) AS owner,
        c.relowner = quote_ident(current_user)::regrole AS own,
        coalesce(pgtrickle._ownership_problem(s.pgt_id), pgtrickle._privilege_problem(s.pgt_id)) AS problem,
-       c.relowner <> quote_ident(current_user)::regrole AND NOT pgtrickle._are_owner_functions_current(s.pgt_id) AS outdated,
+       c.relowner <> quote_ident(current_user)::regrole
+           AND NOT pgtrickle._are_owner_functions_current(s.pgt_id) AS outdated,
        pgtrickle._hidden_sources(s.view_relid) AS hidden
 FROM pgtrickle.pgt_visible_stream_tables s
 LEFT JOIN pg_class c ON c.oid = s.pgt_relid

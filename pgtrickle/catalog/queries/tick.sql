@@ -1,6 +1,6 @@
 -- What there is to do now: stream tables that were asked for, whose sources changed, or that are due without a change;
--- and behind them those that read them. Costs as much as there is to do, however many stream tables are idle.
--- Also those that have changes and are due before the next look: they say when that is. One that reads a stream table which
+-- and behind them those that read them. Costs as much as there is to do, however many stream tables are idle. Also
+-- those that have changes and are due before the next look: they say when that is. One that reads a stream table which
 -- is due now goes along with it, a little early: level by level they would be late by the time that all levels take.
 WITH RECURSIVE active AS MATERIALIZED (
     SELECT DISTINCT '' AS database, source_stable_name, xid FROM pgtrickle_changes.pgt_activity
@@ -12,7 +12,8 @@ WITH RECURSIVE active AS MATERIALIZED (
     SELECT database, source_stable_name, max(xid) AS xid FROM active GROUP BY 1, 2
 ), candidate AS (
     SELECT pgt_id, max(asked_at) AS asked_at, bool_or(unprompted) AS unprompted FROM (
-        SELECT pgt_id, requested_at AS asked_at, false AS unprompted FROM pgtrickle.pgt_requests WHERE status = 'PENDING' AND kind = 'REFRESH'
+        SELECT pgt_id, requested_at AS asked_at, false AS unprompted FROM pgtrickle.pgt_requests
+        WHERE status = 'PENDING' AND kind = 'REFRESH'
         UNION ALL
         SELECT d.pgt_id, NULL, false FROM newest JOIN pgtrickle.pgt_dependencies d USING (source_stable_name)
         UNION ALL
@@ -28,7 +29,8 @@ WITH RECURSIVE active AS MATERIALIZED (
 ), due AS (
     SELECT s.pgt_id, s.pgt_relid, a.asked, a.asked OR s.next_due <= clock_timestamp() AS now
     FROM candidate c JOIN free s USING (pgt_id)
-    -- A request is served at once, but after a failure only when its pause is over: another request makes it try at once.
+    -- A request is served at once, but after a failure only when its pause is over: another request makes it try at
+    -- once.
     CROSS JOIN LATERAL (SELECT c.asked_at IS NOT NULL AND (s.failed_at IS NULL OR c.asked_at > s.failed_at
                                                            OR s.next_due <= clock_timestamp())) AS a (asked)
     WHERE a.asked
@@ -42,7 +44,8 @@ WITH RECURSIVE active AS MATERIALIZED (
                          AND n.xid IS DISTINCT FROM (f.frontier ->> 'passed')::bigint
                      OR EXISTS (SELECT FROM active a
                                 WHERE a.source_stable_name = d.source_stable_name
-                                  AND NOT pg_visible_in_snapshot(a.xid::text::xid8, (f.frontier ->> 'snapshot')::pg_snapshot)
+                                  AND NOT pg_visible_in_snapshot(a.xid::text::xid8,
+                                                                 (f.frontier ->> 'snapshot')::pg_snapshot)
                                   AND a.xid IS DISTINCT FROM (f.frontier ->> 'passed')::bigint))))
 ), reached AS (
     SELECT pgt_id, pgt_relid FROM due WHERE now
@@ -58,7 +61,8 @@ WITH RECURSIVE active AS MATERIALIZED (
     WHERE s.may
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
-       -- Filling it takes a while: of what is elsewhere nothing is known here. Sizes are asked of the statistics: a table that somebody has locked is not waited for.
+       -- Filling it takes a while: of what is elsewhere nothing is known here. Sizes are asked of the statistics: a
+       -- table that somebody has locked is not waited for.
        s.reinit_reason IS NOT NULL AND coalesce((
            SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE') OR d.through IS NOT NULL)
                OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s

@@ -24,7 +24,8 @@ SELECT b.ord,
            SELECT format('OPERATOR(%%I.%%s)', n.nspname, o.oprname)
            FROM pg_opclass c
            JOIN pg_am m ON m.oid = c.opcmethod
-           JOIN pg_amop a ON a.amopfamily = c.opcfamily AND a.amoplefttype = c.opcintype AND a.amoprighttype = c.opcintype
+           JOIN pg_amop a ON a.amopfamily = c.opcfamily AND a.amoplefttype = c.opcintype
+             AND a.amoprighttype = c.opcintype
                 AND a.amopstrategy = CASE m.amname WHEN 'btree' THEN 3 WHEN 'hash' THEN 1 END
            JOIN pg_operator o ON o.oid = a.amopopr
            JOIN pg_namespace n ON n.oid = o.oprnamespace

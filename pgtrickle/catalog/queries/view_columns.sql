@@ -1,7 +1,8 @@
 -- Types and collations of a view's columns; a collation is named where it is not the type's own.
 SELECT a.atttypid::bigint,
        a.atttypmod,
-       CASE WHEN l.collname <> 'default' AND a.atttypid <> 'name'::regtype THEN format('%%I.%%I', n.nspname, l.collname) ELSE '' END,
+       CASE WHEN l.collname <> 'default'
+            AND a.atttypid <> 'name'::regtype THEN format('%%I.%%I', n.nspname, l.collname) ELSE '' END,
        coalesce(l.collisdeterministic, true)
 FROM pg_attribute AS a
 LEFT JOIN pg_collation AS l ON l.oid = a.attcollation

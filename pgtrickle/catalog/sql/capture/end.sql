@@ -23,8 +23,9 @@ END
 $$;
 
 -- Ends the capture of one source for good. Where its table cannot be locked at once, the function is made to do
--- nothing, which needs no lock: false is returned, and the next call tries the rest again. The caller says how long to wait, by lock_timeout: 500 ms at
--- most for all sources together, for that is shorter than deadlock_timeout, and somebody may hold a table and wait for what the caller holds.
+-- nothing, which needs no lock: false is returned, and the next call tries the rest again. The caller says how long to
+-- wait, by lock_timeout: 500 ms at most for all sources together, for that is shorter than deadlock_timeout, and
+-- somebody may hold a table and wait for what the caller holds.
 CREATE OR REPLACE FUNCTION pgtrickle._end_capture(stable_name text, only_unused boolean) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -45,12 +46,13 @@ BEGIN
 END
 $$;
 
--- Ends the capture of sources without a stream table; returns those whose triggers still stand. It locks them until the end of the transaction, so the
--- caller must be their owner, or an administrator; the service does it for others.
+-- Ends the capture of sources without a stream table; returns those whose triggers still stand. It locks them until
+-- the end of the transaction, so the caller must be their owner, or an administrator; the service does it for others.
 CREATE OR REPLACE FUNCTION pgtrickle._untrack_unused() RETURNS SETOF regclass
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT left_over::oid::regclass FROM jsonb_array_elements_text(pgtrickle._gate('untrack_unused', '{}')) AS left_over
+    SELECT left_over::oid::regclass
+    FROM jsonb_array_elements_text(pgtrickle._gate('untrack_unused', '{}')) AS left_over
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._untrack(caller name) RETURNS SETOF regclass
@@ -70,7 +72,8 @@ BEGIN
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.source_relid)
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers AS c WHERE c.source_relid = t.source_relid)
           AND (has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
-               OR coalesce((SELECT pgtrickle._acts_for(caller, r.relowner) FROM pg_class AS r WHERE r.oid = t.source_relid), true))
+               OR coalesce((SELECT pgtrickle._acts_for(caller, r.relowner) FROM pg_class AS r
+                            WHERE r.oid = t.source_relid), true))
     LOOP
         IF NOT pgtrickle._end_capture(tracking.source_stable_name, true) THEN
             PERFORM set_config('lock_timeout', '1ms', true);
@@ -93,7 +96,8 @@ BEGIN
     -- All rows at once, and nothing held meanwhile: applies of a group lock theirs in another order.
     LOCK TABLE pgtrickle.pgt_stream_tables IN SHARE ROW EXCLUSIVE MODE;
     UPDATE pgtrickle.pgt_stream_tables
-    SET status = 'SUSPENDED', status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason ELSE 'emergency stop' END,
+    SET status = 'SUSPENDED',
+        status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason ELSE 'emergency stop' END,
         reinit_reason = 'emergency stop', updated_at = now();
     PERFORM set_config('lock_timeout', '500ms', true);
     FOR tracking IN SELECT source_relid, source_stable_name FROM pgtrickle.pgt_change_tracking LOOP
@@ -126,7 +130,8 @@ AS $$
       AND NOT EXISTS (
           SELECT FROM pgtrickle.pgt_dependencies AS d
           JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
-          LEFT JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+          LEFT JOIN pg_proc AS p
+              ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
           LEFT JOIN pg_trigger AS g ON g.tgrelid = t.source_relid AND g.tgfoid = p.oid
           WHERE d.pgt_id = s.pgt_id AND (g.oid IS NULL OR p.prosrc = pgtrickle._inert_body()))
 $$;

@@ -9,7 +9,8 @@ DECLARE
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle_changes.pgt_markers AS m
                    WHERE m.source_stable_name = stable_name AND m.xid = current AND m.kind = marker) THEN
-        INSERT INTO pgtrickle_changes.pgt_markers (source_stable_name, xid, kind) VALUES (stable_name, current, marker);
+        INSERT INTO pgtrickle_changes.pgt_markers (source_stable_name, xid, kind)
+        VALUES (stable_name, current, marker);
         INSERT INTO pgtrickle_changes.pgt_activity (source_stable_name, xid) VALUES (stable_name, current);
     END IF;
 END
@@ -20,25 +21,30 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute')
+    SELECT NOT EXISTS (SELECT FROM pgtrickle.pgt_services
+                       WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute')
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_consumers WHERE seen_at > clock_timestamp() - interval '1 minute')
        AND (SELECT sum(pg_stat_get_live_tuples(part)) FROM pgtrickle._partition_tree(buffer) AS part)
            > pgtrickle._setting('max_buffer_rows')::bigint
 $$;
 
 -- A MERGE that moves rows to another partition leaves them out of the transition tables of its UPDATE (PostgreSQL 15
--- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen not to be one, while rows
--- were deleted in a partition, is taken for one. `context` is what PG_CONTEXT says below the capture function: the
--- statement that fired it, but for those of SQL functions; or nothing if the client sent that statement itself, or EXECUTE.
+-- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen not to be one, while rows were
+-- deleted in a partition, is taken for one. `context` is what PG_CONTEXT says below the capture function: the
+-- statement that fired it, but for those of SQL functions; or nothing if the client sent that statement itself, or
+-- EXECUTE.
 CREATE OR REPLACE FUNCTION pgtrickle._hides_moved_rows(relation oid, context text) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     below text := substr(context, nullif(strpos(context, E'\n'), 0) + 1);
-    statement text := CASE WHEN below IS NULL THEN current_query() ELSE substring(below FROM '^SQL statement "(.*)"(?:\nPL/pgSQL|\nSQL|$)') END;
+    statement text := CASE WHEN below IS NULL THEN current_query()
+                           ELSE substring(below FROM '^SQL statement "(.*)"(?:\nPL/pgSQL|\nSQL|$)') END;
 BEGIN
-    -- A statement's text can contain what looks like its end: so it is taken to the last one, less the lines that PL/pgSQL adds for each function.
-    statement := regexp_replace(statement, '\nPL/pgSQL function [\w.$]+\([\w ,.\[\]]*\) line \d+ at [A-Za-z ]+(?=\n|$)', '', 'g');
+    -- A statement's text can contain what looks like its end: so it is taken to the last one, less the lines that
+    -- PL/pgSQL adds for each function.
+    statement := regexp_replace(statement,
+                                '\nPL/pgSQL function [\w.$]+\([\w ,.\[\]]*\) line \d+ at [A-Za-z ]+(?=\n|$)', '', 'g');
     IF statement !~* '\m(merge|execute)\M' THEN
         RETURN false;
     END IF;
@@ -47,27 +53,31 @@ BEGIN
 END
 $$;
 
--- Whether a partition or child of a table has no trigger that calls this function. Rows that are written there through the table would be captured,
--- and be gone unseen when it is detached or dropped before anybody has looked. pg_partition_tree() sees the present in any snapshot.
+-- Whether a partition or child of a table has no trigger that calls this function. Rows that are written there through
+-- the table would be captured, and be gone unseen when it is detached or dropped before anybody has looked.
+-- pg_partition_tree() sees the present in any snapshot.
 CREATE OR REPLACE FUNCTION pgtrickle._lacks_capture_trigger(relation oid, capture oid) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     RETURN EXISTS (
-        SELECT FROM (SELECT t.relid::oid FROM pg_partition_tree(relation) AS t UNION SELECT pgtrickle._partition_tree(relation)) AS member (relid)
+        SELECT FROM (SELECT t.relid::oid FROM pg_partition_tree(relation) AS t
+                     UNION SELECT pgtrickle._partition_tree(relation)) AS member (relid)
         WHERE NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = member.relid AND t.tgfoid = capture));
 END
 $$;
 
--- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are not
--- tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too. And whether all is captured that is
--- below the source.
-CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+-- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are
+-- not tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too. And
+-- whether all is captured that is below the source.
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[])
+RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF (SELECT c.relhassubclass FROM pg_class AS c WHERE c.oid = source)
-       AND EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
+       AND EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source
+                     AND t.tgname LIKE 'pgtrickle\_capture\_insert\_%'
                    AND pgtrickle._lacks_capture_trigger(source, t.tgfoid)) THEN
         RETURN false;
     END IF;
@@ -78,11 +88,13 @@ BEGIN
 END
 $$;
 
--- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the source is
--- altered, because it names the source as a regclass constant; a writer who has the table locked has heard of every ALTER
--- before. Asking the catalog in every statement took a third of what a single-row writer pays. The function called here
--- is VOLATILE so that it looks with a new snapshot: the planner's may be older than the lock on the table (a cascade).
-CREATE OR REPLACE FUNCTION pgtrickle._columns_fit(source regclass, names name[], types oid[], typmods int[]) RETURNS boolean
+-- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the
+-- source is altered, because it names the source as a regclass constant; a writer who has the table locked has heard
+-- of every ALTER before. Asking the catalog in every statement took a third of what a single-row writer pays. The
+-- function called here is VOLATILE so that it looks with a new snapshot: the planner's may be older than the lock on
+-- the table (a cascade).
+CREATE OR REPLACE FUNCTION pgtrickle._columns_fit(source regclass, names name[], types oid[], typmods int[])
+RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -114,10 +126,14 @@ BEGIN
     INTO expected
     FROM pg_attribute WHERE attrelid = source AND attnum BETWEEN 1 AND (SELECT max(n) FROM unnest(columns) AS n);
     SELECT coalesce(string_agg(format('(pg_identify_object_as_address(1259, %s, %s)).object_names[3] = %L',
-                                      source::oid, attnum, attname), E'\n            AND ' ORDER BY attnum), 'true') AS named,
-           coalesce(string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS typed,
-           coalesce(string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS new_typed,
-           coalesce(string_agg(format('pg_typeof(OLD.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum), 'true') AS old_typed,
+                                      source::oid, attnum, attname), E'\n            AND '
+                                          ORDER BY attnum), 'true') AS named,
+           coalesce(string_agg(format('pg_typeof(r.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
+                    'true') AS typed,
+           coalesce(string_agg(format('pg_typeof(NEW.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
+                    'true') AS new_typed,
+           coalesce(string_agg(format('pg_typeof(OLD.%I) = %s::regtype', attname, atttypid), ' AND ' ORDER BY attnum),
+                    'true') AS old_typed,
            string_agg(', c' || attnum, '' ORDER BY attnum) AS targets,
            string_agg(format(', r.%I', attname), '' ORDER BY attnum) AS selected,
            string_agg(format(', NEW.%I', attname), '' ORDER BY attnum) AS new_values,
@@ -140,7 +156,8 @@ BEGIN
     RETURN pgtrickle._fill_template('capture', parameters || jsonb_build_object(
         'check_merge', CASE WHEN kind = 'statement' AND (SELECT relkind FROM pg_class WHERE oid = source) = 'p'
                             THEN pgtrickle._template('capture_check_merge') END,
-        'store', pgtrickle._fill_template(CASE kind WHEN 'row' THEN 'capture_row' ELSE 'capture_statement' END, parameters)));
+        'store', pgtrickle._fill_template(CASE kind WHEN 'row' THEN 'capture_row' ELSE 'capture_statement' END,
+                                          parameters)));
 END
 $$;
 

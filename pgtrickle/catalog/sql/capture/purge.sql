@@ -1,17 +1,17 @@
 -- Giving back the space of changes that nobody needs any more.
 --
 -- A buffer is two tables: writers fill one until it is large, then the other, and the one they left is truncated when
--- every stream table on the source has passed all its rows. Nothing is deleted, so nothing bloats while an old snapshot
--- keeps vacuum from working, and a refresh scans little more than what is new to it.
+-- every stream table on the source has passed all its rows. Nothing is deleted, so nothing bloats while an old
+-- snapshot keeps vacuum from working, and a refresh scans little more than what is new to it.
 --
 -- TRUNCATE takes rows away from old snapshots too. That is harmless here: whoever reads a buffer leaves out what its
 -- frontier has seen, and a table goes only when all frontiers have seen all of it.
 
--- Truncates the table that writers have left if no transaction has rows in it that a frontier does not know: neither one from `bound` on nor
--- one of `running`. `upto` is a transaction that began after they had left, where that is known: it tells without a look at the rows,
--- unless one that is still running may be among them. Writers are in the other table, but cuts that begin now queue behind the lock: 20 ms
--- per megabyte to be gained, at most a second, so that many readers do not put it off for ever.
--- `kept_upto` is the last transaction that keeps it, where one does.
+-- Truncates the table that writers have left if no transaction has rows in it that a frontier does not know: neither
+-- one from `bound` on nor one of `running`. `upto` is a transaction that began after they had left, where that is
+-- known: it tells without a look at the rows, unless one that is still running may be among them. Writers are in the
+-- other table, but cuts that begin now queue behind the lock: 20 ms per megabyte to be gained, at most a second, so
+-- that many readers do not put it off for ever. `kept_upto` is the last transaction that keeps it, where one does.
 CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(
     part regclass, bound bigint, running bigint[], upto bigint, OUT freed bigint, OUT kept_upto bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
@@ -48,8 +48,8 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one they left. A writer has
--- its number before it asks where to write; a subtransaction that begins now gets a later one.
+-- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one
+-- they left. A writer has its number before it asks where to write; a subtransaction that begins now gets a later one.
 CREATE OR REPLACE FUNCTION pgtrickle._record_buffer_switch(stable_name text, turn bigint) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -93,20 +93,25 @@ BEGIN
     IF turn IS NULL OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
         RETURN 0;
     END IF;
-    PERFORM FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name FOR NO KEY UPDATE SKIP LOCKED;
+    PERFORM FROM pgtrickle.pgt_change_tracking AS t
+    WHERE t.source_stable_name = stable_name FOR NO KEY UPDATE SKIP LOCKED;
     IF NOT FOUND THEN
         RETURN 0;
     END IF;
     -- Who has not been seen for long is not waited for when there is too much: it will start over.
-    IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part) > pgtrickle._setting('max_buffer_rows')::bigint THEN
+    IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part)
+        > pgtrickle._setting('max_buffer_rows')::bigint THEN
         UPDATE pgtrickle.pgt_consumers AS c SET snapshot = NULL, proof = NULL, former_proof = NULL
-        WHERE c.source_stable_name = stable_name AND c.proof IS NOT NULL AND c.seen_at < clock_timestamp() - interval '10 minutes';
+        WHERE c.source_stable_name = stable_name AND c.proof IS NOT NULL
+          AND c.seen_at < clock_timestamp() - interval '10 minutes';
         UPDATE pgtrickle.pgt_stream_tables AS s
-        SET reinit_reason = CASE WHEN s.status = 'SUSPENDED' THEN 'more changes waited for it than max_buffer_rows while it was suspended'
+        SET reinit_reason = CASE WHEN s.status = 'SUSPENDED' THEN
+                                 'more changes waited for it than max_buffer_rows while it was suspended'
                                  ELSE 'more changes waited for it than max_buffer_rows while it was not refreshed' END
         WHERE (s.status = 'SUSPENDED' OR s.tier = 'frozen' OR s.data_timestamp < clock_timestamp() - interval '1 day')
           AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL
-          AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.source_stable_name = stable_name);
+          AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d
+                      WHERE d.pgt_id = s.pgt_id AND d.source_stable_name = stable_name);
     END IF;
     -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
     -- change from then on. If it died, its next refresh takes the claim over. One that begins after this statement
@@ -121,7 +126,8 @@ BEGIN
         WHERE d.source_stable_name = stable_name AND d.source_type <> 'DISTRIBUTED' -- the coordinator computes those
         UNION ALL
         -- Stream tables elsewhere: one that has stored nothing yet may be at its first filling.
-        SELECT c.snapshot IS NULL, c.proof IS NOT NULL OR c.seen_at > clock_timestamp() - interval '10 minutes', c.snapshot
+        SELECT c.snapshot IS NULL, c.proof IS NOT NULL
+               OR c.seen_at > clock_timestamp() - interval '10 minutes', c.snapshot
         FROM pgtrickle.pgt_consumers AS c WHERE c.source_stable_name = stable_name
         UNION ALL
         SELECT false, false, pg_current_snapshot()

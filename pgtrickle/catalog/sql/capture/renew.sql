@@ -1,6 +1,6 @@
--- After an upgrade: capture functions as this release writes them. Only where the source still has the columns and types
--- that its buffer was made for: the others leave markers until _retrack() fits the buffer, and go on doing so. A column
--- that is altered at this moment is noticed as always, when the function runs.
+-- After an upgrade: capture functions as this release writes them. Only where the source still has the columns and
+-- types that its buffer was made for: the others leave markers until _retrack() fits the buffer, and go on doing so. A
+-- column that is altered at this moment is noticed as always, when the function runs.
 CREATE OR REPLACE FUNCTION pgtrickle._renew_capture() RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -22,13 +22,17 @@ BEGIN
                 CASE tracking.capture_kind
                     WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._local_shard_spec(
                         current_user, tracking.source_relid, pgtrickle._shard_capture_spec(tracking.source_relid)))
-                    ELSE pgtrickle._capture_body(tracking.source_relid, tracking.source_stable_name, tracking.tracked_columns, tracking.capture_kind) END,
+                    ELSE pgtrickle._capture_body(tracking.source_relid, tracking.source_stable_name,
+                                                 tracking.tracked_columns, tracking.capture_kind) END,
                 tracking.capture_kind)
             WHERE NOT EXISTS (
                 SELECT FROM unnest(tracking.tracked_columns) AS number
-                JOIN pg_attribute AS b ON b.attrelid = tracking.buffer_relid AND b.attname = 'c' || number AND NOT b.attisdropped
-                WHERE pgtrickle._buffer_type(tracking.buffer_relid, b.attnum) <> pgtrickle._buffer_type(tracking.source_relid, number));
-            PERFORM pgtrickle._grant_capture(pg_get_userbyid(c.relowner), tracking.source_relid) FROM pg_class AS c WHERE c.oid = tracking.source_relid;
+                JOIN pg_attribute AS b ON b.attrelid = tracking.buffer_relid AND b.attname = 'c' || number
+                  AND NOT b.attisdropped
+                WHERE pgtrickle._buffer_type(tracking.buffer_relid,
+                                             b.attnum) <> pgtrickle._buffer_type(tracking.source_relid, number));
+            PERFORM pgtrickle._grant_capture(pg_get_userbyid(c.relowner), tracking.source_relid) FROM pg_class AS c
+            WHERE c.oid = tracking.source_relid;
         EXCEPTION WHEN insufficient_privilege THEN
             -- One table's owner does not keep all others from being upgraded.
             RAISE WARNING 'the capture function of % stays as it is: %', tracking.source_relid, SQLERRM;

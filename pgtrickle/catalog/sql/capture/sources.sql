@@ -83,8 +83,9 @@ BEGIN
 END
 $$;
 
--- The type of a buffer column, as DDL text: the source column's own, a domain's base type, so that its constraints are not checked again on
--- old values. Without its length or precision, which may be altered before anybody looks: a value that was stored in the source is stored here.
+-- The type of a buffer column, as DDL text: the source column's own, a domain's base type, so that its constraints are
+-- not checked again on old values. Without its length or precision, which may be altered before anybody looks: a value
+-- that was stored in the source is stored here.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_type(source regclass, attribute smallint) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,11 +1,13 @@
 -- The change buffer and the capture function of a source: created, widened, brought up to date.
 
--- Who may have the changes of a table captured. The service makes capture fit the table through functions of a stream table's owner.
+-- Who may have the changes of a table captured. The service makes capture fit the table through functions of a stream
+-- table's owner.
 CREATE OR REPLACE FUNCTION pgtrickle._require_trigger_right(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF NOT (has_table_privilege(caller, source, 'TRIGGER') OR has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')) THEN
+    IF NOT (has_table_privilege(caller, source, 'TRIGGER')
+            OR has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')) THEN
         RAISE EXCEPTION 'role % has no TRIGGER privilege on %', quote_ident(caller), source
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask the owner of %s to run: GRANT TRIGGER ON %s TO %I;', source, source, caller);
@@ -13,8 +15,8 @@ BEGIN
 END
 $$;
 
--- Writes the function only if its text changed: plans that writers have cached stay valid otherwise. The text for shards is safe with
--- whatever search path a writer has.
+-- Writes the function only if its text changed: plans that writers have cached stay valid otherwise. The text for
+-- shards is safe with whatever search path a writer has.
 CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text, kind text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -30,8 +32,9 @@ BEGIN
 END
 $$;
 
--- CREATE TRIGGER takes EXECUTE on the function. Only roles that may create triggers on the source get it: attached to another table, it would write
--- into the source's buffer. Row triggers are copied by whoever creates a partition, and look themselves whose they are.
+-- CREATE TRIGGER takes EXECUTE on the function. Only roles that may create triggers on the source get it: attached to
+-- another table, it would write into the source's buffer. Row triggers are copied by whoever creates a partition, and
+-- look themselves whose they are.
 CREATE OR REPLACE FUNCTION pgtrickle._grant_capture(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -47,12 +50,15 @@ BEGIN
     END IF;
     PERFORM pgtrickle._lock('track ' || source::oid);
     FOR role IN
-        SELECT pg_get_userbyid(a.grantee) FROM pg_proc AS p CROSS JOIN LATERAL aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a
-        WHERE p.oid = capture AND a.grantee NOT IN (0, p.proowner) AND NOT has_table_privilege(a.grantee, source, 'TRIGGER')
+        SELECT pg_get_userbyid(a.grantee) FROM pg_proc AS p
+        CROSS JOIN LATERAL aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a
+        WHERE p.oid = capture AND a.grantee NOT IN (0, p.proowner)
+          AND NOT has_table_privilege(a.grantee, source, 'TRIGGER')
     LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM %I', capture, role);
     END LOOP;
-    IF (SELECT EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a WHERE a.grantee = 0) FROM pg_proc AS p WHERE p.oid = capture) THEN
+    IF (SELECT EXISTS (SELECT FROM aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) AS a
+                       WHERE a.grantee = 0) FROM pg_proc AS p WHERE p.oid = capture) THEN
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM PUBLIC', capture);
     END IF;
     FOR role IN
@@ -70,7 +76,8 @@ AS $$
 BEGIN
     -- The triggers go with their function, whoever owns the table.
     PERFORM pgtrickle._drop_capture_function(stable_name);
-    EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name, 'changes_' || stable_name);
+    EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name,
+                   'changes_' || stable_name);
     DELETE FROM pgtrickle_changes.pgt_markers AS m WHERE m.source_stable_name = stable_name;
     DELETE FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = stable_name;
     DELETE FROM pgtrickle.pgt_locks AS l USING pgtrickle.pgt_change_tracking AS t
@@ -79,8 +86,8 @@ BEGIN
 END
 $$;
 
--- The name under which changes of a table are stored: a hash of its own name, or another one where a table that was renamed has that, or one whose
--- name has the same hash. Such names can be computed.
+-- The name under which changes of a table are stored: a hash of its own name, or another one where a table that was
+-- renamed has that, or one whose name has the same hash. Such names can be computed.
 CREATE OR REPLACE FUNCTION pgtrickle._stable_name(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -88,15 +95,18 @@ AS $$
         (SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source),
         (SELECT h.hash
          FROM generate_series(1, 1 + (SELECT count(*) FROM pgtrickle.pgt_change_tracking)) AS number
-         CROSS JOIN LATERAL (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname) || coalesce(' ' || nullif(number, 1), ''))) AS h (hash)
-         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS other ON other.oid = t.source_relid
+         CROSS JOIN LATERAL (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)
+                                                          || coalesce(' ' || nullif(number, 1), ''))) AS h (hash)
+         WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
+                           JOIN pg_class AS other ON other.oid = t.source_relid
                            WHERE t.source_stable_name = h.hash)
          ORDER BY number LIMIT 1))
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
 $$;
 
 -- Under the stable name that is given, or one of its own.
-CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text, given_name text DEFAULT NULL) RETURNS text
+CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text, given_name text DEFAULT NULL)
+RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -107,8 +117,10 @@ BEGIN
     SELECT source_relid INTO taken_by FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
     IF taken_by IS NOT NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
         -- An old snapshot does not see who has begun to use it.
-        RAISE EXCEPTION '% cannot be tracked in a transaction that is %', source, current_setting('transaction_isolation')
-            USING ERRCODE = 'active_sql_transaction', HINT = 'Create the stream table in a READ COMMITTED transaction.';
+        RAISE EXCEPTION '% cannot be tracked in a transaction that is %', source,
+                current_setting('transaction_isolation')
+            USING ERRCODE = 'active_sql_transaction',
+                  HINT = 'Create the stream table in a READ COMMITTED transaction.';
     ELSIF EXISTS (SELECT FROM pg_class WHERE oid = taken_by) AND NOT pgtrickle._is_unused(stable_name) THEN
         RAISE EXCEPTION '% cannot be tracked: the changes of %, which had that name before, are stored under it',
                 source, taken_by::regclass
@@ -118,8 +130,8 @@ BEGIN
     ELSIF taken_by IS NOT NULL THEN
         PERFORM pgtrickle._forget_source(stable_name);
     END IF;
-    -- Two tables in turn, so that one can be emptied; who reads the first reads both. Rows only come until all go at once.
-    -- NOT NULL would be checked for every row, which takes a twelfth of the time that capturing many takes.
+    -- Two tables in turn, so that one can be emptied; who reads the first reads both. Rows only come until all go at
+    -- once. NOT NULL would be checked for every row, which takes a twelfth of the time that capturing many takes.
     EXECUTE format('CREATE TABLE %s (__pgt_xid bigint, __pgt_w smallint) WITH (autovacuum_enabled = off)', buffer);
     EXECUTE format('CREATE TABLE pgtrickle_changes.%I () INHERITS (%s) WITH (autovacuum_enabled = off)',
                    'spare_' || stable_name, buffer);
@@ -129,7 +141,8 @@ BEGIN
     IF pgtrickle._service_role() <> current_user THEN
         EXECUTE format('GRANT SELECT, DELETE ON %s TO %I', buffer, pgtrickle._service_role());
     END IF;
-    INSERT INTO pgtrickle.pgt_change_tracking (source_relid, source_stable_name, buffer_relid, tracked_columns, capture_kind)
+    INSERT INTO pgtrickle.pgt_change_tracking (source_relid, source_stable_name, buffer_relid, tracked_columns,
+                                               capture_kind)
     VALUES (source, stable_name, buffer::regclass, '{}', kind);
     RETURN stable_name;
 END
@@ -146,7 +159,8 @@ BEGIN
     IF NOT has_any_column_privilege(caller, source, 'SELECT') THEN
         PERFORM pgtrickle._require_trigger_right(caller, source);
     END IF;
-    SELECT t.*, to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) AS capture INTO tracking
+    SELECT t.*, to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name)) AS capture
+           INTO tracking
     FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source FOR KEY SHARE;
     RETURN FOUND
         AND tracking.capture_kind = pgtrickle._capture_kind(source)
@@ -157,7 +171,8 @@ BEGIN
             SELECT FROM pgtrickle._partition_tree(source) AS member
             WHERE 4 <> (SELECT count(*) FROM pg_trigger WHERE tgrelid = member AND tgfoid = tracking.capture
                         AND tgname LIKE 'pgtrickle\_capture\_%' AND tgenabled IN ('O', 'A')))
-        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = tracking.capture AND tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)));
+        AND NOT EXISTS (SELECT FROM pg_trigger WHERE tgfoid = tracking.capture
+                          AND tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)));
 END
 $$;
 
@@ -184,10 +199,12 @@ BEGIN
     wanted := pgtrickle._stored_columns(source, tracking.tracked_columns || columns);
 
     FOR col IN
-        SELECT b.attname, w.attnum, CASE WHEN b.attnum IS NOT NULL THEN pgtrickle._buffer_type(b.attrelid, b.attnum) END AS has,
+        SELECT b.attname, w.attnum,
+               CASE WHEN b.attnum IS NOT NULL THEN pgtrickle._buffer_type(b.attrelid, b.attnum) END AS has,
                CASE WHEN w.attnum IS NOT NULL THEN pgtrickle._buffer_type(source, w.attnum) END AS needs
         FROM unnest(wanted) AS w (attnum)
-        FULL JOIN (SELECT * FROM pg_attribute WHERE attrelid = tracking.buffer_relid AND attnum > 2 AND NOT attisdropped) AS b
+        FULL JOIN (SELECT * FROM pg_attribute WHERE attrelid = tracking.buffer_relid AND attnum > 2
+                     AND NOT attisdropped) AS b
             ON b.attname = 'c' || w.attnum
         ORDER BY w.attnum
     LOOP
@@ -213,7 +230,8 @@ BEGIN
     PERFORM pgtrickle._write_capture_function(
         tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind), kind);
     IF (tracking.tracked_columns, tracking.capture_kind) IS DISTINCT FROM (wanted, kind) THEN
-        UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind WHERE source_relid = source;
+        UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind
+        WHERE source_relid = source;
     END IF;
     PERFORM pgtrickle._grant_capture(caller, source);
     RETURN tracking.source_stable_name;

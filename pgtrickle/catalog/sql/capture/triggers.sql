@@ -1,6 +1,7 @@
 -- The capture triggers, created with the rights of whoever creates the stream table.
 
-CREATE OR REPLACE FUNCTION pgtrickle._create_capture_trigger(relation regclass, operation text, stable_name text, kind text)
+CREATE OR REPLACE FUNCTION pgtrickle._create_capture_trigger(relation regclass, operation text, stable_name text,
+                                                             kind text)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -10,7 +11,8 @@ BEGIN
         CASE WHEN operation = 'TRUNCATE' THEN 'FOR EACH STATEMENT'
              WHEN kind = 'row' THEN 'FOR EACH ROW'
              WHEN operation = 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new FOR EACH STATEMENT'
-             WHEN operation = 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new FOR EACH STATEMENT'
+             WHEN operation = 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE '
+                                            'AS __pgt_new FOR EACH STATEMENT'
              ELSE 'REFERENCING OLD TABLE AS __pgt_old FOR EACH STATEMENT' END,
         'capture_' || stable_name);
 END
@@ -23,7 +25,8 @@ AS $$
     SELECT coalesce(string_agg(DISTINCT CASE
                WHEN l.pid IS NULL THEN 'a prepared transaction (see pg_prepared_xacts)'
                ELSE format('process %s (role %s)', l.pid, coalesce(a.usename, '?')) END, ', '),
-               CASE WHEN pgtrickle._is_distributed(source) THEN 'a transaction on another node' ELSE 'a process that has ended' END)
+               CASE WHEN pgtrickle._is_distributed(source) THEN 'a transaction on another node'
+                    ELSE 'a process that has ended' END)
     FROM pg_locks AS l LEFT JOIN pg_stat_activity AS a ON a.pid = l.pid
     WHERE l.locktype = 'relation' AND l.granted AND l.pid IS DISTINCT FROM pg_backend_pid()
       AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
@@ -38,8 +41,10 @@ AS $$
 DECLARE
     relation regclass;
 BEGIN
-    FOR relation IN SELECT member FROM pgtrickle._partition_tree(source) AS member WHERE NOT has_table_privilege(member, 'TRIGGER') LOOP
-        RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured', quote_ident(current_user), relation
+    FOR relation IN SELECT member FROM pgtrickle._partition_tree(source) AS member
+        WHERE NOT has_table_privilege(member, 'TRIGGER') LOOP
+        RAISE EXCEPTION 'role % has no TRIGGER privilege on %, whose changes are to be captured',
+                quote_ident(current_user), relation
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask its owner to run: GRANT TRIGGER ON %s TO %I;', relation, current_user);
     END LOOP;
@@ -62,7 +67,8 @@ BEGIN
     SELECT t.source_stable_name INTO stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source;
     IF to_regprocedure(format('pgtrickle_changes.capture_%s()', stable_name)) IS NOT NULL THEN
         FOR relation IN SELECT pgtrickle._partition_tree(source) LOOP
-            EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I()',
+            EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER TRUNCATE ON %s FOR EACH STATEMENT '
+                           'EXECUTE FUNCTION pgtrickle_changes.%I()',
                            'pgtrickle_lock_' || stable_name, relation, 'capture_' || stable_name);
         END LOOP;
     END IF;
@@ -75,15 +81,18 @@ AS $$
 DECLARE
     tracking record;
     wanted record;
-    subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel WHERE srrelid IN (SELECT pgtrickle._partition_tree(source)));
+    subscribed boolean := EXISTS (SELECT FROM pg_subscription_rel
+                                  WHERE srrelid IN (SELECT pgtrickle._partition_tree(source)));
     covered boolean := false;
 BEGIN
     SELECT * INTO STRICT tracking FROM pgtrickle.pgt_change_tracking WHERE source_relid = source;
     FOR wanted IN
-        SELECT c.oid::regclass AS relation, pg_has_role(c.relowner, 'USAGE') AS owned, o.operation, t.tgname, t.tgenabled,
+        SELECT c.oid::regclass AS relation, pg_has_role(c.relowner, 'USAGE') AS owned, o.operation, t.tgname,
+               t.tgenabled,
                'pgtrickle_capture_' || lower(o.operation) || '_' || tracking.source_stable_name AS name,
                -- PostgreSQL itself copies the row triggers of a partitioned table to its partitions.
-               tracking.capture_kind = 'row' AND o.operation <> 'TRUNCATE' AND c.relispartition AND c.oid <> source AS copied
+               tracking.capture_kind = 'row' AND o.operation <> 'TRUNCATE' AND c.relispartition
+                   AND c.oid <> source AS copied
         FROM pgtrickle._partition_tree(source) AS member
         JOIN pg_class AS c ON c.oid = member
         CROSS JOIN (VALUES ('INSERT'), ('UPDATE'), ('DELETE'), ('TRUNCATE')) AS o (operation)
@@ -93,7 +102,8 @@ BEGIN
     LOOP
         CONTINUE WHEN wanted.copied OR wanted.tgenabled = 'A' OR (wanted.tgenabled = 'O' AND NOT wanted.owned);
         IF subscribed AND NOT wanted.owned THEN
-            RAISE EXCEPTION 'the changes of % come by logical replication, which only its owner can have captured', wanted.relation
+            RAISE EXCEPTION 'the changes of % come by logical replication, which only its owner can have captured',
+                    wanted.relation
                 USING ERRCODE = 'insufficient_privilege',
                       HINT = 'Let the owner of the table create the first stream table on it.';
         END IF;
@@ -107,9 +117,11 @@ BEGIN
         END IF;
     END LOOP;
     IF covered THEN -- plans of writers that have found it otherwise are made anew
-        PERFORM pgtrickle._create_capture_trigger(source, 'TRUNCATE', tracking.source_stable_name, tracking.capture_kind);
+        PERFORM pgtrickle._create_capture_trigger(source, 'TRUNCATE', tracking.source_stable_name,
+                                                  tracking.capture_kind);
         IF (SELECT pg_has_role(c.relowner, 'USAGE') FROM pg_class AS c WHERE c.oid = source) THEN
-            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', source, 'pgtrickle_capture_truncate_' || tracking.source_stable_name);
+            EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', source,
+                           'pgtrickle_capture_truncate_' || tracking.source_stable_name);
         END IF;
     END IF;
     -- A partition that was detached keeps its triggers, which do nothing any more.
@@ -117,7 +129,8 @@ BEGIN
         SELECT t.tgrelid::regclass AS relation, t.tgname AS name
         FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE t.tgfoid = to_regprocedure(format('pgtrickle_changes.capture_%s()', tracking.source_stable_name))
-          AND t.tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)) AND t.tgparentid = 0 AND pg_has_role(c.relowner, 'USAGE')
+          AND t.tgrelid NOT IN (SELECT pgtrickle._partition_tree(source)) AND t.tgparentid = 0
+          AND pg_has_role(c.relowner, 'USAGE')
     LOOP
         EXECUTE format('DROP TRIGGER %I ON %s', wanted.name, wanted.relation);
     END LOOP;
@@ -134,7 +147,8 @@ DECLARE
     stable_name text;
     of_citus boolean := pgtrickle._is_citus_source(source);
 BEGIN
-    IF NOT of_citus AND pgtrickle._gate('is_captured', jsonb_build_object('source', source::oid, 'columns', columns))::boolean THEN
+    IF NOT of_citus
+       AND pgtrickle._gate('is_captured', jsonb_build_object('source', source::oid, 'columns', columns))::boolean THEN
         RETURN (SELECT source_stable_name FROM pgtrickle.pgt_change_tracking WHERE source_relid = source);
     END IF;
     PERFORM pgtrickle._check_trigger_rights(source);
@@ -145,7 +159,8 @@ BEGIN
         ELSE
             PERFORM pgtrickle._gate('grant_capture', jsonb_build_object('source', source::oid));
             PERFORM pgtrickle._lock_source(source);
-            stable_name := pgtrickle._gate('track', jsonb_build_object('source', source::oid, 'columns', columns)) ->> 0;
+            stable_name := pgtrickle._gate('track', jsonb_build_object('source', source::oid, 'columns', columns))
+                ->> 0;
             PERFORM pgtrickle._attach_triggers(source);
         END IF;
     EXCEPTION WHEN lock_not_available THEN
@@ -165,8 +180,8 @@ AS $$
     SELECT pgtrickle._attach(source)
 $$;
 
--- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated column is computed differently,
--- and when a restart may have emptied an unlogged table.
+-- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated
+-- column is computed differently, and when a restart may have emptied an unlogged table.
 CREATE OR REPLACE FUNCTION pgtrickle._partition_tree_state(source regclass, tree oid[]) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
@@ -184,7 +199,8 @@ $$;
 
 -- Changes whenever rows of the source may have come or gone unseen: a trigger disabled, missing or made anew; a
 -- partition or child attached or detached; a generated column computed differently; an unlogged table that a restart
--- may have emptied; one of `columns` renamed, retyped, dropped. Planning it anew each time would take most of the time.
+-- may have emptied; one of `columns` renamed, retyped, dropped. Planning it anew each time would take most of the
+-- time.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_signature(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$

@@ -28,7 +28,8 @@ BEGIN
     IF NOT pgtrickle._has_citus() THEN
         RETURN 'local';
     END IF;
-    SELECT p.partmethod, p.repmodel, p.colocationid INTO known FROM pg_dist_partition AS p WHERE p.logicalrelid = relation;
+    SELECT p.partmethod, p.repmodel, p.colocationid INTO known FROM pg_dist_partition AS p
+    WHERE p.logicalrelid = relation;
     RETURN CASE WHEN NOT FOUND THEN 'local'
                 WHEN known.partmethod = 'n' AND known.repmodel = 't' THEN 'reference'
                 WHEN known.partmethod = 'n' AND known.colocationid = 0 THEN 'citus_local'
@@ -57,21 +58,23 @@ BEGIN
 END
 $$;
 
--- Whether a table is captured as one that Citus has, or may have at any time: any table of a database with Citus, partitioned or not, but for
--- those of an inheritance of another kind, which Citus does not distribute.
+-- Whether a table is captured as one that Citus has, or may have at any time: any table of a database with Citus,
+-- partitioned or not, but for those of an inheritance of another kind, which Citus does not distribute.
 CREATE OR REPLACE FUNCTION pgtrickle._is_citus_source(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._has_citus()
        AND (pgtrickle._citus_placement(relation) <> 'local'
-            OR (SELECT c.relkind = 'p' OR c.relkind = 'r' AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhparent = relation)
+            OR (SELECT c.relkind = 'p' OR c.relkind = 'r'
+                  AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhparent = relation)
                 FROM pg_class AS c WHERE c.oid = relation)
                AND NOT EXISTS (SELECT FROM pg_inherits AS i WHERE i.inhrelid = relation)
-               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r WHERE r.srrelid IN (SELECT pgtrickle._partition_tree(relation))))
+               AND NOT EXISTS (SELECT FROM pg_subscription_rel AS r
+                               WHERE r.srrelid IN (SELECT pgtrickle._partition_tree(relation))))
 $$;
 
--- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not show those), or what was one
--- waits to be dropped.
+-- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not
+-- show those), or what was one waits to be dropped.
 CREATE OR REPLACE FUNCTION pgtrickle._is_gone(relation oid) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -79,12 +82,14 @@ BEGIN
     IF NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = relation) THEN
         RETURN true;
     END IF;
-    RETURN pgtrickle._has_citus() AND EXISTS (SELECT FROM pg_dist_cleanup AS c WHERE to_regclass(c.object_name) = relation);
+    RETURN pgtrickle._has_citus()
+        AND EXISTS (SELECT FROM pg_dist_cleanup AS c WHERE to_regclass(c.object_name) = relation);
 END
 $$;
 
 -- The shards of a distributed table that are on this node, with the hashes of their rows.
-CREATE OR REPLACE FUNCTION pgtrickle._local_shards(relation regclass) RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
+CREATE OR REPLACE FUNCTION pgtrickle._local_shards(relation regclass)
+RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -92,26 +97,32 @@ BEGIN
     SELECT s.shardid, shard_name(s.logicalrelid, s.shardid, false), s.shardminvalue::integer, s.shardmaxvalue::integer
     FROM pg_dist_shard AS s
     JOIN pg_dist_placement AS p USING (shardid)
-    WHERE s.logicalrelid = relation AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g) AND p.shardstate = 1
+    WHERE s.logicalrelid = relation AND p.groupid = (SELECT g.groupid FROM pg_dist_local_group AS g)
+      AND p.shardstate = 1
     ORDER BY s.shardid;
 END
 $$;
 
--- The column by whose hash the shards of a table can be told: one of a type that all nodes hash alike. The labels of an enum and what regclass and
--- its kin name have other numbers on every node; strings that are equal and not the same take the column's own collation.
+-- The column by whose hash the shards of a table can be told: one of a type that all nodes hash alike. The labels of
+-- an enum and what regclass and its kin name have other numbers on every node; strings that are equal and not the same
+-- take the column's own collation.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_hash_column(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT a.attname FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
-    WHERE a.attrelid = relation AND a.attname = pgtrickle._distribution_column(relation) AND coalesce(c.collisdeterministic, true)
-      AND t.typnamespace = 'pg_catalog'::regnamespace AND t.typtype = 'b' AND t.typcategory <> 'A' AND t.typname NOT LIKE 'reg%'
+    SELECT a.attname FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid
+    LEFT JOIN pg_collation AS c ON c.oid = a.attcollation
+    WHERE a.attrelid = relation AND a.attname = pgtrickle._distribution_column(relation)
+      AND coalesce(c.collisdeterministic, true)
+      AND t.typnamespace = 'pg_catalog'::regnamespace AND t.typtype = 'b' AND t.typcategory <> 'A'
+      AND t.typname NOT LIKE 'reg%'
 $$;
 
 -- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.
 CREATE OR REPLACE FUNCTION pgtrickle._local_rows_query(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT coalesce((SELECT string_agg('SELECT * FROM ' || h.shard, ' UNION ALL ' ORDER BY h.shardid) FROM pgtrickle._local_shards(relation) AS h),
+    SELECT coalesce((SELECT string_agg('SELECT * FROM ' || h.shard, ' UNION ALL ' ORDER BY h.shardid)
+                     FROM pgtrickle._local_shards(relation) AS h),
                     (SELECT format('SELECT (NULL::%I.%I).* WHERE false', n.nspname, c.relname)
                      FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = relation))
 $$;

@@ -1,6 +1,7 @@
 -- The nodes of the cluster as databases that distributed tables are read from.
 
-CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text, registered_by name DEFAULT current_user) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text,
+                                                    registered_by name DEFAULT current_user) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -32,16 +33,22 @@ BEGIN
     placed := pgtrickle._last_placement_id(source);
     SELECT t.* INTO known FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = source;
     IF known.prepared_group <> groups AND known.placed_upto IS DISTINCT FROM placed THEN
-        UPDATE pgtrickle.pgt_stream_tables AS s SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
-        WHERE s.frontier IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
+        UPDATE pgtrickle.pgt_stream_tables AS s
+        SET reinit_reason = format('shards of %s were moved while a new node did not capture them', source)
+        WHERE s.frontier IS NOT NULL
+          AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.pgt_id = s.pgt_id AND d.through = source);
     END IF;
-    INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by) VALUES ('@cluster', caller) ON CONFLICT DO NOTHING;
-    INSERT INTO pgtrickle.pgt_sharded_tables AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
+    INSERT INTO pgtrickle.pgt_database_sets AS s (name, registered_by)
+    VALUES ('@cluster', caller) ON CONFLICT DO NOTHING;
+    INSERT INTO pgtrickle.pgt_sharded_tables
+        AS t (relid, database_set, source_schema, source_name, prepared_group, placed_upto)
     SELECT source, '@cluster', n.nspname, c.relname, groups, placed
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
     ON CONFLICT (relid) DO UPDATE SET source_schema = excluded.source_schema, source_name = excluded.source_name,
                                       prepared_group = excluded.prepared_group, placed_upto = excluded.placed_upto;
-    PERFORM pgtrickle._update_shards(source, ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0));
+    PERFORM pgtrickle._update_shards(source,
+                                     ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n
+                                           WHERE n.groupid <> 0));
     IF known.relid IS NULL THEN -- also where there are no other nodes
         PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = source);
@@ -63,7 +70,8 @@ CREATE OR REPLACE FUNCTION pgtrickle._last_placement_id(relation regclass) RETUR
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    RETURN (SELECT max(p.placementid) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid) WHERE s.logicalrelid = relation);
+    RETURN (SELECT max(p.placementid) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
+            WHERE s.logicalrelid = relation);
 END
 $$;
 
@@ -89,11 +97,13 @@ BEGIN
         WHERE d.citus_group IS NOT NULL AND d.citus_group NOT IN (SELECT n.groupid FROM pgtrickle._citus_nodes() AS n)
           AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m WHERE m.database = d.name)
     LOOP
-        FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = gone.name RETURNING f.relid LOOP
+        FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = gone.name
+            RETURNING f.relid LOOP
             EXECUTE format('DROP TABLE IF EXISTS %s', stand_in.relid);
         END LOOP;
         PERFORM pgtrickle._drop_empty_schemas(gone.name);
-        UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, gone.name) WHERE s.name = '@cluster';
+        UPDATE pgtrickle.pgt_database_sets AS s SET members = array_remove(s.members, gone.name)
+        WHERE s.name = '@cluster';
         DELETE FROM pgtrickle.pgt_databases AS d WHERE d.name = gone.name;
     END LOOP;
 END
@@ -102,10 +112,12 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._is_read_from_nodes(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = relation AND t.database_set = '@cluster')
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t
+                   WHERE t.relid = relation AND t.database_set = '@cluster')
 $$;
 
--- A node that has shards of a distributed table and is not among those that it is read from. The coordinator always is.
+-- A node that has shards of a distributed table and is not among those that it is read from. The coordinator always
+-- is.
 CREATE OR REPLACE FUNCTION pgtrickle._unread_node(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -113,14 +125,16 @@ BEGIN
     IF relation IS NULL OR NOT pgtrickle._is_read_from_nodes(relation) THEN
         RETURN NULL;
     END IF;
-    RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p USING (shardid)
+    RETURN (SELECT min(pgtrickle._node_name(p.groupid)) FROM pg_dist_shard AS s JOIN pg_dist_placement AS p
+            USING (shardid)
             WHERE s.logicalrelid = relation AND p.shardstate = 1 AND p.groupid <> 0
               AND NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS m
                               WHERE m.relid = relation AND m.database = pgtrickle._node_name(p.groupid)));
 END
 $$;
 
--- Distributed tables that are not read from all nodes of the cluster, at their addresses, or from one that it has no longer.
+-- Distributed tables that are not read from all nodes of the cluster, at their addresses, or from one that it has no
+-- longer.
 CREATE OR REPLACE FUNCTION pgtrickle._outdated_distributed_tables() RETURNS SETOF regclass
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -133,14 +147,17 @@ BEGIN
     WHERE t.database_set = '@cluster' AND pgtrickle._is_distributed(t.relid)
       AND (t.prepared_group IS DISTINCT FROM pgtrickle._groups_issued()
            OR ARRAY(SELECT m.database FROM pgtrickle.pgt_shards AS m WHERE m.relid = t.relid ORDER BY 1)
-              <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n WHERE n.groupid <> 0 ORDER BY 1)
-           OR EXISTS (SELECT FROM pgtrickle._citus_nodes() AS n JOIN pgtrickle.pgt_databases AS d ON d.citus_group = n.groupid
+              <> ARRAY(SELECT pgtrickle._node_name(n.groupid) AS name FROM pgtrickle._citus_nodes() AS n
+                       WHERE n.groupid <> 0 ORDER BY 1)
+           OR EXISTS (SELECT FROM pgtrickle._citus_nodes() AS n
+                      JOIN pgtrickle.pgt_databases AS d ON d.citus_group = n.groupid
                       WHERE d.dsn <> format('host=%s port=%s', n.host, n.port)));
 END
 $$;
 
--- Stream tables whose sources are placed otherwise than when they were last looked at, or were made anew by Citus, which makes
--- the views on them anew too: bound again. Gives the tables that are captured as Citus has them, to be looked at.
+-- Stream tables whose sources are placed otherwise than when they were last looked at, or were made anew by Citus,
+-- which makes the views on them anew too: bound again. Gives the tables that are captured as Citus has them, to be
+-- looked at.
 CREATE OR REPLACE FUNCTION pgtrickle._follow_placements(ids bigint[]) RETURNS TABLE (id bigint, relation regclass)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -160,21 +177,29 @@ BEGIN
                SELECT FROM pgtrickle.pgt_dependencies AS d
                LEFT JOIN pgtrickle.pgt_change_tracking AS t ON t.source_relid = d.source_relid
                WHERE d.pgt_id = stream_table.pgt_id
-                 AND (d.source_placement IS DISTINCT FROM pgtrickle._citus_placement(coalesce(d.through, d.source_relid))
-                      OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL AND NOT stream_table.through_coordinator
+                 AND (d.source_placement IS DISTINCT FROM
+                      pgtrickle._citus_placement(coalesce(d.through, d.source_relid))
+                      OR d.source_placement IN ('distributed', 'single_shard') AND d.through IS NULL
+                      AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
-                      OR t.capture_kind IS NULL AND d.source_type IN ('TABLE', 'PARTITIONED') AND pgtrickle._is_citus_source(d.source_relid) -- what began before failed
+                      -- what began before failed
+                      OR t.capture_kind IS NULL AND d.source_type IN ('TABLE', 'PARTITIONED')
+                      AND pgtrickle._is_citus_source(d.source_relid)
                       OR pgtrickle._unread_node(d.through) IS NOT NULL
                       -- Of an earlier version, which did not read the coordinator.
-                      OR pgtrickle._is_read_from_nodes(d.through) AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
-                                                                         WHERE h.pgt_id = d.pgt_id AND h.source_relid = d.through)));
+                      OR pgtrickle._is_read_from_nodes(d.through)
+                      AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
+                                                                         WHERE h.pgt_id = d.pgt_id
+                                                                           AND h.source_relid = d.through)));
         -- A table that is not distributed any more is read here again.
         DELETE FROM pgtrickle.pgt_sharded_tables AS t
         WHERE t.database_set = '@cluster' AND NOT pgtrickle._is_distributed(t.relid);
         UPDATE pgtrickle.pgt_stream_tables AS s
         SET view_relid = stream_table.view,
-            reinit_reason = CASE WHEN s.frontier IS NOT NULL THEN 'a table that it reads was distributed otherwise, or shards are where nobody read them' END
+            reinit_reason = CASE WHEN s.frontier IS NOT NULL THEN
+                                 'a table that it reads was distributed otherwise, or shards '
+                                 'are where nobody read them' END
         WHERE s.pgt_id = stream_table.pgt_id;
         PERFORM pgtrickle._register_sources(stream_table.pgt_id);
         id := stream_table.pgt_id;
@@ -189,22 +214,27 @@ BEGIN
 END
 $$;
 
--- Distributed tables that no stream table reads are not read from the nodes any more. Gives the nodes' names, where capture is to be ended.
+-- Distributed tables that no stream table reads are not read from the nodes any more. Gives the nodes' names, where
+-- capture is to be ended.
 CREATE OR REPLACE FUNCTION pgtrickle._unused_nodes() RETURNS SETOF text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     DELETE FROM pgtrickle.pgt_sharded_tables AS t
-    WHERE t.database_set = '@cluster' AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.relid);
+    WHERE t.database_set = '@cluster'
+      AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = t.relid);
     RETURN QUERY SELECT d.name FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL ORDER BY 1;
 END
 $$;
 
 -- What the service last saw of the nodes.
-CREATE OR REPLACE FUNCTION pgtrickle._followed_nodes() RETURNS TABLE (groupid integer, clear_at timestamptz, problem text)
+CREATE OR REPLACE FUNCTION pgtrickle._followed_nodes()
+RETURNS TABLE (groupid integer, clear_at timestamptz, problem text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT d.citus_group, coalesce((SELECT min(b.since) FROM pgtrickle.pgt_behind AS b WHERE b.database = d.name), d.looked_at), d.problem FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
+    SELECT d.citus_group,
+           coalesce((SELECT min(b.since) FROM pgtrickle.pgt_behind AS b WHERE b.database = d.name), d.looked_at),
+           d.problem FROM pgtrickle.pgt_databases AS d WHERE d.citus_group IS NOT NULL
 $$;
 
 -- Why the changes of a distributed table cannot be captured on its nodes, and what to do; NULL if they can.
@@ -212,12 +242,15 @@ CREATE OR REPLACE FUNCTION pgtrickle._node_capture_problem(relation oid) RETURNS
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE WHEN c.relispartition THEN ARRAY[
-                    format('it is a partition of %s, whose writers fire no triggers of it', (SELECT i.inhparent::regclass FROM pg_inherits AS i WHERE i.inhrelid = c.oid)),
+                    format('it is a partition of %s, whose writers fire no triggers of it',
+                           (SELECT i.inhparent::regclass FROM pg_inherits AS i WHERE i.inhrelid = c.oid)),
                     'Read the partitioned table, with a condition.']
                 ELSE (SELECT ARRAY[format('%s has columnar storage, which has no triggers that see changed rows',
-                                          CASE WHEN member = c.oid THEN 'it' ELSE format('its partition %s', member::regclass) END),
+                                          CASE WHEN member = c.oid THEN 'it'
+                                               ELSE format('its partition %s', member::regclass) END),
                                    'Use SELECT alter_table_set_access_method(…, ''heap'').']
-                      FROM pgtrickle._partition_tree(c.oid) AS member JOIN pg_class AS m ON m.oid = member JOIN pg_am AS a ON a.oid = m.relam
+                      FROM pgtrickle._partition_tree(c.oid) AS member JOIN pg_class AS m ON m.oid = member
+                      JOIN pg_am AS a ON a.oid = m.relam
                       WHERE a.amname = 'columnar' ORDER BY m.relname LIMIT 1) END
     FROM pg_class AS c WHERE c.oid = relation
 $$;

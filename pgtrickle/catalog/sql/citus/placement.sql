@@ -1,6 +1,7 @@
 -- Where a stream table is in a Citus cluster: on the coordinator, on all nodes, or distributed.
 
--- What we create is this node's, but for what is said to be everybody's. Gives the setting as it was; NULL without Citus.
+-- What we create is this node's, but for what is said to be everybody's. Gives the setting as it was; NULL without
+-- Citus.
 CREATE OR REPLACE FUNCTION pgtrickle._disable_ddl_propagation() RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -15,8 +16,10 @@ BEGIN
 END
 $$;
 
--- As it was asked for. Of itself a stream table is placed if it reads a distributed table; its first filling then decides how.
-CREATE OR REPLACE FUNCTION pgtrickle._choose_st_placement(view regclass, wanted text, distribution_column text) RETURNS text
+-- As it was asked for. Of itself a stream table is placed if it reads a distributed table; its first filling then
+-- decides how.
+CREATE OR REPLACE FUNCTION pgtrickle._choose_st_placement(view regclass, wanted text, distribution_column text)
+RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -25,10 +28,12 @@ BEGIN
         RAISE EXCEPTION 'st_placement cannot be %', quote_literal(wanted)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It is local, reference, distributed or auto.';
     ELSIF wanted IN ('reference', 'distributed') AND NOT pgtrickle._has_citus() THEN
-        RAISE EXCEPTION 'st_placement cannot be % in database %, which has no Citus', quote_literal(wanted), quote_ident(current_database())
+        RAISE EXCEPTION 'st_placement cannot be % in database %, which has no Citus', quote_literal(wanted),
+                quote_ident(current_database())
             USING ERRCODE = 'feature_not_supported', HINT = 'Leave it out: the table is then an ordinary one.';
     ELSIF distribution_column IS NOT NULL AND wanted <> 'distributed' THEN
-        RAISE EXCEPTION 'output_distribution_column is for tables that are distributed, and st_placement is %', quote_literal(wanted)
+        RAISE EXCEPTION 'output_distribution_column is for tables that are distributed, and st_placement is %',
+                quote_literal(wanted)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Leave one of the two out.';
     ELSIF wanted = 'auto' AND NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s
                                           WHERE pgtrickle._is_distributed(s.relation)) THEN
@@ -38,8 +43,9 @@ BEGIN
 END
 $$;
 
--- A table that every apply to a placed stream table writes. It is one of Citus's own, on the coordinator only: that makes such a transaction
--- commit in two phases, here and on the nodes. It has no place in the catalog, which nodes have too.
+-- A table that every apply to a placed stream table writes. It is one of Citus's own, on the coordinator only: that
+-- makes such a transaction commit in two phases, here and on the nodes. It has no place in the catalog, which nodes
+-- have too.
 CREATE OR REPLACE FUNCTION pgtrickle._prepare_two_phase_commit() RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -48,9 +54,11 @@ BEGIN
         RETURN;
     END IF;
     CREATE TABLE pgtrickle_changes.pgt_applies (pgt_id bigint PRIMARY KEY, fencing_token bigint NOT NULL);
-    COMMENT ON TABLE pgtrickle_changes.pgt_applies IS 'Written by every apply to a stream table that Citus placed, so that it commits in two phases.';
+    COMMENT ON TABLE pgtrickle_changes.pgt_applies IS 'Written by every apply to a stream '
+                                                      'table that Citus placed, so that it commits in two phases.';
     IF pgtrickle._service_role() <> current_user THEN
-        EXECUTE format('GRANT SELECT, INSERT, UPDATE ON pgtrickle_changes.pgt_applies TO %I', pgtrickle._service_role());
+        EXECUTE format('GRANT SELECT, INSERT, UPDATE ON pgtrickle_changes.pgt_applies TO %I',
+                       pgtrickle._service_role());
     END IF;
     PERFORM set_config('citus.enable_ddl_propagation', 'on', true);
     PERFORM citus_add_local_table_to_metadata('pgtrickle_changes.pgt_applies');
@@ -58,13 +66,15 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._record_st_placement(caller name, id bigint, placement text, distribution_column text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._record_st_placement(caller name, id bigint, placement text,
+                                                          distribution_column text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'place');
     UPDATE pgtrickle.pgt_stream_tables AS s
-    SET st_placement = _record_st_placement.placement, output_distribution_column = distribution_column WHERE s.pgt_id = id;
+    SET st_placement = _record_st_placement.placement, output_distribution_column = distribution_column
+        WHERE s.pgt_id = id;
     IF placement IN ('reference', 'distributed') THEN
         PERFORM pgtrickle._prepare_two_phase_commit();
     END IF;
@@ -72,7 +82,8 @@ END
 $$;
 
 -- With the rights of its owner, while it is empty.
-CREATE OR REPLACE FUNCTION pgtrickle._distribute_stream_table(id bigint, placement text, distribution_column text) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._distribute_stream_table(id bigint, placement text, distribution_column text)
+RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
@@ -88,12 +99,13 @@ BEGIN
         END IF;
         PERFORM set_config('citus.enable_ddl_propagation', former, true);
     END IF;
-    PERFORM pgtrickle._gate('record_st_placement', jsonb_build_object('id', id, 'placement', placement, 'column', distribution_column));
+    PERFORM pgtrickle._gate('record_st_placement',
+                            jsonb_build_object('id', id, 'placement', placement, 'column', distribution_column));
 END
 $$;
 
--- Whether distributed tables are read by queries of the coordinator: in full, and not at a moment that is common to all nodes. Only where that
--- was asked for.
+-- Whether distributed tables are read by queries of the coordinator: in full, and not at a moment that is common to
+-- all nodes. Only where that was asked for.
 CREATE OR REPLACE FUNCTION pgtrickle._is_read_through_coordinator(view regclass, refresh_mode text) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -109,7 +121,8 @@ BEGIN
     UPDATE pgtrickle.pgt_stream_tables AS s SET through_coordinator = true
     WHERE s.pgt_id = id AND s.created_at = now(); -- in the transaction that creates it, when nobody can read it yet
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'only a new stream table can be computed by the coordinator' USING ERRCODE = 'object_not_in_prerequisite_state';
+        RAISE EXCEPTION 'only a new stream table can be computed by the coordinator'
+            USING ERRCODE = 'object_not_in_prerequisite_state';
     END IF;
     PERFORM pgtrickle._register_sources(id);
 END

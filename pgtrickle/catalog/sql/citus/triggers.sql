@@ -1,15 +1,18 @@
 -- Buffers and triggers of tables that Citus has, set up on every node and kept as they should be.
 
--- Whether columns of a table that is captured by names have others now. Two that took each other's are not missed by anybody.
+-- Whether columns of a table that is captured by names have others now. Two that took each other's are not missed by
+-- anybody.
 CREATE OR REPLACE FUNCTION pgtrickle._columns_renamed(source regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t CROSS JOIN LATERAL jsonb_each_text(t.captured_as) AS c
+    SELECT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
+                   CROSS JOIN LATERAL jsonb_each_text(t.captured_as) AS c
                    JOIN pg_attribute AS a ON a.attrelid = source AND a.attnum = c.key::smallint
                    WHERE t.source_relid = source AND a.attname <> c.value)
 $$;
 
--- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may still be read.
+-- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may
+-- still be read.
 CREATE OR REPLACE FUNCTION pgtrickle._track_shards(caller name, source regclass, said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -31,7 +34,8 @@ BEGIN
         UPDATE pgtrickle.pgt_consumers AS c SET source_relid = source WHERE c.source_stable_name = stable_name;
     ELSIF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source) THEN
         PERFORM pgtrickle._begin_tracking(source, 'shards', stable_name);
-    ELSIF EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source AND t.capture_kind = 'row') THEN
+    ELSIF EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
+                  WHERE t.source_relid = source AND t.capture_kind = 'row') THEN
         PERFORM pgtrickle._drop_capture_function(stable_name); -- with its triggers, which partitions have copies of
     END IF;
     IF pgtrickle._columns_renamed(source) THEN
@@ -54,14 +58,16 @@ BEGIN
     SET capture_kind = 'shards',
         captured_as = (SELECT jsonb_object_agg(a.attnum, a.attname) FROM pg_attribute AS a
                        WHERE a.attrelid = source AND a.attnum > 0 AND NOT a.attisdropped),
-        tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
+        tracked_columns = ARRAY(SELECT (c ->> 'attnum')::smallint
+                                FROM jsonb_array_elements(definition -> 'columns') AS c ORDER BY 1)
     WHERE t.source_relid = source;
     PERFORM pgtrickle._grant_capture(caller, source);
 END
 $$;
 
 -- What can be written to on this node: the shards of a table and of its partitions, or these themselves.
-CREATE OR REPLACE FUNCTION pgtrickle._local_capture_targets(source regclass) RETURNS TABLE (relation regclass, suffix text)
+CREATE OR REPLACE FUNCTION pgtrickle._local_capture_targets(source regclass)
+RETURNS TABLE (relation regclass, suffix text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
@@ -79,24 +85,29 @@ BEGIN
 END
 $$;
 
--- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names. Those of partitions have an
--- argument.
-CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text, suffix text) RETURNS void
+-- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names. Those
+-- of partitions have an argument.
+CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text,
+                                                           suffix text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle_changes.%I(%s)',
+    EXECUTE format('CREATE OR REPLACE TRIGGER %I AFTER %s ON %s %s FOR EACH STATEMENT EXECUTE '
+                   'FUNCTION pgtrickle_changes.%I(%s)',
         format('pgtrickle_capture_%s_%s%s', lower(operation), stable_name, suffix), operation, relation,
         CASE operation WHEN 'INSERT' THEN 'REFERENCING NEW TABLE AS __pgt_new'
                        WHEN 'UPDATE' THEN 'REFERENCING OLD TABLE AS __pgt_old NEW TABLE AS __pgt_new'
                        WHEN 'DELETE' THEN 'REFERENCING OLD TABLE AS __pgt_old' END,
-        'capture_' || stable_name, CASE WHEN (SELECT c.relispartition FROM pg_class AS c WHERE c.oid = relation) THEN '''partition''' END);
+        'capture_' || stable_name,
+        CASE WHEN (SELECT c.relispartition FROM pg_class AS c WHERE c.oid = relation) THEN '''partition''' END);
 END
 $$;
 
--- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and somebody may have switched
--- one off. Replacing one waits for the writers of its table, and keeps new ones out until the end of the transaction.
-CREATE OR REPLACE FUNCTION pgtrickle._attach_local_triggers(source regclass, stable_name text, lock_out boolean) RETURNS void
+-- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and
+-- somebody may have switched one off. Replacing one waits for the writers of its table, and keeps new ones out until
+-- the end of the transaction.
+CREATE OR REPLACE FUNCTION pgtrickle._attach_local_triggers(source regclass, stable_name text, lock_out boolean)
+RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -104,7 +115,8 @@ DECLARE
     covered boolean := false;
 BEGIN
     FOR wanted IN
-        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks FROM pgtrickle._local_capture_targets(source) AS h
+        SELECT h.relation, h.suffix, o.operation, t.oid IS NULL AS lacks
+        FROM pgtrickle._local_capture_targets(source) AS h
         CROSS JOIN unnest(ARRAY['INSERT', 'UPDATE', 'DELETE', 'TRUNCATE']) AS o (operation)
         LEFT JOIN pg_trigger AS t ON t.tgrelid = h.relation AND t.tgenabled = 'O'
             AND t.tgname = format('pgtrickle_capture_%s_%s%s', lower(o.operation), stable_name, h.suffix)
@@ -118,7 +130,8 @@ BEGIN
         END IF;
     END LOOP;
     IF covered THEN -- plans of writers that have found it otherwise are made anew
-        PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix) FROM pgtrickle._local_capture_targets(source) AS h
+        PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix)
+        FROM pgtrickle._local_capture_targets(source) AS h
         WHERE pg_partition_root(h.relation) = h.relation;
     END IF;
 END
@@ -135,8 +148,8 @@ BEGIN
 END
 $$;
 
--- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another text of the function must
--- have ended before rows are read: what it stores is what that text says.
+-- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another
+-- text of the function must have ended before rows are read: what it stores is what that text says.
 CREATE OR REPLACE FUNCTION pgtrickle._align_shard_capture(said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -150,11 +163,14 @@ DECLARE
 BEGIN
     PERFORM pgtrickle._disable_ddl_propagation(), set_config('lock_timeout', timeout, true);
     attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture)
-                AND NOT EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1); -- for each row: they go
+                -- for each row: they go
+                AND NOT EXISTS (SELECT FROM pg_trigger AS t
+                                WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1);
     IF attached THEN
         PERFORM pgtrickle._gate('grant_capture', jsonb_build_object('source', source::oid));
     END IF;
-    IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p WHERE p.oid = capture) THEN
+    IF attached AND pgtrickle._shard_capture_body(definition) <> (SELECT p.prosrc FROM pg_proc AS p
+                                                                  WHERE p.oid = capture) THEN
         PERFORM pgtrickle._attach_local_triggers(source, definition ->> 'stable_name', true);
     END IF;
     PERFORM pgtrickle._gate('track_shards', jsonb_build_object('source', source::oid, 'definition', definition));
@@ -164,12 +180,13 @@ BEGIN
     PERFORM set_config('lock_timeout', former, true);
 EXCEPTION WHEN lock_not_available THEN
     RAISE EXCEPTION 'could not lock % within %', source, timeout
-        USING ERRCODE = 'lock_not_available', HINT = 'Try again when its writers have ended, or raise the setting lock_timeout_ms.';
+        USING ERRCODE = 'lock_not_available',
+              HINT = 'Try again when its writers have ended, or raise the setting lock_timeout_ms.';
 END
 $$;
 
--- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET LOCAL says, and nothing
--- else. Gives what was set before, for _restore_ddl_settings().
+-- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET
+-- LOCAL says, and nothing else. Gives what was set before, for _restore_ddl_settings().
 CREATE OR REPLACE FUNCTION pgtrickle._enable_ddl_propagation() RETURNS jsonb
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -178,14 +195,16 @@ DECLARE
                      FROM unnest(ARRAY['lock_timeout', 'citus.enable_ddl_propagation', 'citus.enable_unsafe_triggers',
                                        'citus.propagate_set_commands']) AS name);
 BEGIN
-    PERFORM set_config('citus.enable_ddl_propagation', 'on', true), set_config('citus.enable_unsafe_triggers', 'on', true),
+    PERFORM set_config('citus.enable_ddl_propagation', 'on', true),
+        set_config('citus.enable_unsafe_triggers', 'on', true),
             set_config('citus.propagate_set_commands', 'local', true);
     EXECUTE format('SET LOCAL lock_timeout = %L', former ->> 'lock_timeout');
     RETURN former;
 END
 $$;
 
--- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here are what they were.
+-- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here
+-- are what they were.
 CREATE OR REPLACE FUNCTION pgtrickle._restore_ddl_settings(former jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -209,9 +228,11 @@ BEGIN
     IF pgtrickle._citus_group() <> 0 THEN
         RETURN stable_name; -- on a node, which the coordinator has told what to capture
     ELSIF problem IS NOT NULL THEN
-        RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1] USING ERRCODE = 'feature_not_supported', HINT = problem[2];
+        RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1]
+            USING ERRCODE = 'feature_not_supported', HINT = problem[2];
     ELSIF definition ->> 'placement' = 'reference' AND NOT EXISTS (SELECT FROM pgtrickle._local_shards(source)) THEN
-        RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it', source
+        RAISE EXCEPTION 'changes of the reference table % cannot be captured: the coordinator has no copy of it',
+                source
             USING ERRCODE = 'object_not_in_prerequisite_state',
                   HINT = 'SELECT citus_set_coordinator_host(…) and SELECT replicate_reference_tables() give it one.';
     END IF;
@@ -252,7 +273,8 @@ DECLARE
     former jsonb;
 BEGIN
     IF pgtrickle._has_citus() AND pgtrickle._citus_group() = 0
-       AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
+       AND EXISTS (SELECT FROM pgtrickle.pgt_change_tracking AS t
+                   WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards') THEN
         former := pgtrickle._enable_ddl_propagation();
     END IF;
     EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_changes.%I() CASCADE', 'capture_' || stable_name);
@@ -262,9 +284,10 @@ BEGIN
 END
 $$;
 
--- Changes when a table is placed otherwise, and with all that _capture_signature() of other tables changes with; 'lacking' while what can be
--- written to here lacks a trigger, or the coordinator has no copy of a reference table. Shards may come and go: what changed of them before is in
--- the buffer of the node that they were on, and the changes of all nodes together are those of the table.
+-- Changes when a table is placed otherwise, and with all that _capture_signature() of other tables changes with;
+-- 'lacking' while what can be written to here lacks a trigger, or the coordinator has no copy of a reference table.
+-- Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes
+-- of all nodes together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -276,7 +299,8 @@ DECLARE
 BEGIN
     IF placement IN ('reference', 'citus_local') AND pgtrickle._citus_group() = 0 AND written = '{}'
        OR 4 > ANY (SELECT count(t.oid) FROM unnest(written) AS relation
-                   LEFT JOIN pg_trigger AS t ON t.tgrelid = relation AND t.tgenabled = 'O' AND t.tgfoid = capture GROUP BY relation) THEN
+                   LEFT JOIN pg_trigger AS t ON t.tgrelid = relation AND t.tgenabled = 'O' AND t.tgfoid = capture
+                   GROUP BY relation) THEN
         RETURN 'lacking';
     ELSIF pgtrickle._columns_renamed(source) THEN
         RETURN 'renamed';
@@ -284,8 +308,10 @@ BEGIN
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
         (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
         -- Those for TRUNCATE are made anew at times, to lock writers out.
-        (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname) FROM pg_trigger AS t
-         WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'),
+        (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname)
+         FROM pg_trigger AS t
+         WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture
+           AND t.tgname ~ '^pgtrickle_capture_(insert|update|delete)_'),
         pgtrickle._partition_tree_state(source, tree)));
 END
 $$;
@@ -298,11 +324,17 @@ DECLARE
     answer record;
 BEGIN
     FOR answer IN
-        SELECT * FROM run_command_on_workers(format('SELECT pgtrickle._align_shard_capture(%L)', pgtrickle._shard_capture_spec(source)))
+        SELECT *
+        FROM run_command_on_workers(format('SELECT pgtrickle._align_shard_capture(%L)',
+                                           pgtrickle._shard_capture_spec(source)))
     LOOP
         IF NOT answer.success THEN
-            RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport, answer.result
-                USING ERRCODE = 'object_not_in_prerequisite_state', HINT = format('Fix it there and try again: what the other nodes already have is kept. If permission was denied: %I needs TRIGGER on the table and all its partitions.', current_user);
+            RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport,
+                    answer.result
+                USING ERRCODE = 'object_not_in_prerequisite_state',
+                      HINT = format('Fix it there and try again: what the other nodes already '
+                                    'have is kept. If permission was denied: %I needs TRIGGER '
+                                    'on the table and all its partitions.', current_user);
         END IF;
     END LOOP;
 END

@@ -1,13 +1,15 @@
--- The gate: how everybody but administrators has something done that only the catalog's owner can do. `UPDATE pgtrickle.gate` names an action and its
--- arguments. The caller in the old row is made by the view, so it is current_user as PostgreSQL knows it: of whoever runs the UPDATE, which inside a
--- SECURITY DEFINER function is that function's owner. Nobody can pass as somebody else.
+-- The gate: how everybody but administrators has something done that only the catalog's owner can do. `UPDATE
+-- pgtrickle.gate` names an action and its arguments. The caller in the old row is made by the view, so it is
+-- current_user as PostgreSQL knows it: of whoever runs the UPDATE, which inside a SECURITY DEFINER function is that
+-- function's owner. Nobody can pass as somebody else.
 
 CREATE OR REPLACE VIEW pgtrickle.gate AS
 SELECT current_user AS caller, NULL::text AS action, NULL::jsonb AS arguments, NULL::jsonb AS result;
 COMMENT ON VIEW pgtrickle.gate IS 'Internal: runs a request with the role that made it.';
 
 CREATE OR REPLACE FUNCTION pgtrickle._pass_gate() RETURNS trigger
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on SET client_min_messages = warning
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+    SET standard_conforming_strings = on SET client_min_messages = warning
 AS $$
 DECLARE
     caller CONSTANT name := OLD.caller;
@@ -43,16 +45,21 @@ BEGIN
     ELSIF NEW.action = 'register' THEN
         PERFORM pgtrickle._check_options(a ->> 'schedule', a ->> 'refresh_mode', a ->> 'placement');
         PERFORM pgtrickle._register(
-            caller, id, (a ->> 'storage')::oid::regclass, (a ->> 'view')::oid::regclass, a ->> 'query', a ->> 'schedule', a ->> 'refresh_mode',
+            caller, id, (a ->> 'storage')::oid::regclass, (a ->> 'view')::oid::regclass, a ->> 'query',
+            a ->> 'schedule', a ->> 'refresh_mode',
             (a ->> 'pooler_compatibility_mode')::boolean, a ->> 'placement',
-            CASE WHEN a -> 'key_columns' <> 'null' THEN ARRAY(SELECT jsonb_array_elements_text(a -> 'key_columns')) END,
+            CASE WHEN a -> 'key_columns' <> 'null' THEN ARRAY(SELECT jsonb_array_elements_text(a -> 'key_columns'))
+                 END,
             pgtrickle._known_session_settings(a -> 'session_settings'));
     ELSIF NEW.action = 'update' THEN
-        PERFORM pgtrickle._check_options(a ->> 'schedule', a ->> 'refresh_mode', a ->> 'placement', a ->> 'status', a ->> 'tier',
+        PERFORM pgtrickle._check_options(a ->> 'schedule', a ->> 'refresh_mode', a ->> 'placement', a ->> 'status',
+                                         a ->> 'tier',
                                          (a ->> 'fuse_ceiling')::bigint, a ->> 'lost_members');
         PERFORM pgtrickle._update_stream_table(
-            caller, id, a ->> 'query', a ->> 'schedule', a ->> 'refresh_mode', a ->> 'status', (a ->> 'pooler_compatibility_mode')::boolean,
-            a ->> 'placement', pgtrickle._known_session_settings(nullif(a -> 'session_settings', 'null')), a ->> 'tier', (a ->> 'fuse_ceiling')::bigint, a ->> 'lost_members');
+            caller, id, a ->> 'query', a ->> 'schedule', a ->> 'refresh_mode',
+            a ->> 'status', (a ->> 'pooler_compatibility_mode')::boolean,
+            a ->> 'placement', pgtrickle._known_session_settings(nullif(a -> 'session_settings', 'null')),
+            a ->> 'tier', (a ->> 'fuse_ceiling')::bigint, a ->> 'lost_members');
     ELSIF NEW.action = 'record_mode' THEN
         PERFORM pgtrickle._record_mode(caller, id, a ->> 'mode', a ->> 'reason');
     ELSIF NEW.action = 'record_coordinator' THEN
@@ -60,7 +67,8 @@ BEGIN
     ELSIF NEW.action = 'record_st_placement' THEN
         PERFORM pgtrickle._record_st_placement(caller, id, a ->> 'placement', a ->> 'column');
     ELSIF NEW.action = 'create_group' THEN
-        PERFORM pgtrickle._create_group(caller, a ->> 'name', ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
+        PERFORM pgtrickle._create_group(caller, a ->> 'name',
+                                        ARRAY(SELECT jsonb_array_elements_text(a -> 'ids')::bigint));
     ELSIF NEW.action = 'drop_group' THEN
         PERFORM pgtrickle._drop_group(caller, a ->> 'name');
     ELSIF NEW.action = 'reset_fuse' THEN
@@ -81,14 +89,17 @@ BEGIN
     ELSIF NEW.action = 'record_functions' THEN
         PERFORM pgtrickle._record_functions(
             caller, a ->> 'database', ARRAY(SELECT jsonb_array_elements_text(a -> 'functions')),
-            ARRAY(SELECT jsonb_array_elements_text(a -> 'definitions')), ARRAY(SELECT jsonb_array_elements_text(a -> 'problems')));
+            ARRAY(SELECT jsonb_array_elements_text(a -> 'definitions')),
+                ARRAY(SELECT jsonb_array_elements_text(a -> 'problems')));
     ELSE
-        RAISE EXCEPTION 'the gate knows no action %', quote_nullable(NEW.action) USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'the gate knows no action %', quote_nullable(NEW.action)
+            USING ERRCODE = 'invalid_parameter_value';
     END IF;
     RETURN NEW;
 END
 $$;
-CREATE OR REPLACE TRIGGER pgtrickle_pass INSTEAD OF UPDATE ON pgtrickle.gate FOR EACH ROW EXECUTE FUNCTION pgtrickle._pass_gate();
+CREATE OR REPLACE TRIGGER pgtrickle_pass INSTEAD OF UPDATE ON pgtrickle.gate FOR EACH ROW EXECUTE FUNCTION
+    pgtrickle._pass_gate();
 
 CREATE OR REPLACE FUNCTION pgtrickle._gate(action text, arguments jsonb) RETURNS jsonb
 LANGUAGE sql

@@ -24,7 +24,8 @@ AS $$
         ('parallel_refresh_mode', 'on', 'boolean', 'on or off'),
         ('max_dynamic_refresh_workers', '4', '^([1-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, from 1 to 64'),
         ('max_concurrent_refreshes', '4', '^([1-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, from 1 to 64'),
-        ('per_database_worker_quota', '0', '^([0-9]|[1-5][0-9]|6[0-4])$', 'a number of workers, up to 64; 0 for no quota'),
+        ('per_database_worker_quota', '0', '^([0-9]|[1-5][0-9]|6[0-4])$',
+         'a number of workers, up to 64; 0 for no quota'),
         ('max_databases', '0', '^[0-9]{1,5}$', 'a number of databases; 0 for no limit'),
         ('merge_work_mem_mb', '64', '^[1-9][0-9]{0,5}$', 'megabytes, from 1 to 999999'),
         ('delta_work_mem_cap_mb', '0', '^[0-9]{1,6}$', 'megabytes; 0 for no cap'),
@@ -33,7 +34,8 @@ AS $$
         ('fuse_default_ceiling', '0', '^[0-9]{1,15}$', 'a number of changes; 0 for no fuse'),
         ('buffer_alert_threshold', '1000000', '^[1-9][0-9]{0,11}$', 'a number of rows, at least 1'),
         ('history_retention_days', '90', '^[1-9][0-9]{0,4}$', 'days, from 1 to 99999'),
-        ('verify_interval', '1d', '^(0|[1-9][0-9]{0,3}[smhd])$', 'a number followed by s, m, h or d, such as 12h; 0 for never'),
+        ('verify_interval', '1d', '^(0|[1-9][0-9]{0,3}[smhd])$',
+         'a number followed by s, m, h or d, such as 12h; 0 for never'),
         ('verify_budget_percent', '1', '^([1-9]|[1-9][0-9]|100)$', 'percent, from 1 to 100'),
         ('drain_timeout', '60', '^[1-9][0-9]{0,4}$', 'seconds, from 1 to 99999'),
         ('enable_refresh_broker', 'off', 'boolean', 'on or off'),
@@ -51,16 +53,18 @@ AS $$
                 WHEN lower(value) IN ('off', 'false', 'no', '0') THEN 'off' END
 $$;
 
--- Where a setting's values come from, the first that is allowed counts. ALTER ROLE and ALTER DATABASE … SET are read from
--- the catalog: what an open session sees of them is stale.
+-- Where a setting's values come from, the first that is allowed counts. ALTER ROLE and ALTER DATABASE … SET are read
+-- from the catalog: what an open session sees of them is stale.
 CREATE OR REPLACE FUNCTION pgtrickle._setting_sources(wanted text DEFAULT NULL)
 RETURNS TABLE (name text, rank integer, origin text, raw text, value text, meaning text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT known.name, found.rank, found.origin, found.raw, pgtrickle._normal_value(found.raw, known.pattern), known.meaning
+    SELECT known.name, found.rank, found.origin, found.raw, pgtrickle._normal_value(found.raw, known.pattern),
+           known.meaning
     FROM pgtrickle._known_settings() AS known
     CROSS JOIN LATERAL (
-        SELECT CASE WHEN s.setrole <> 0 AND s.setdatabase <> 0 THEN 1 WHEN s.setrole <> 0 THEN 2 WHEN s.setdatabase <> 0 THEN 3 ELSE 4 END,
+        SELECT CASE WHEN s.setrole <> 0 AND s.setdatabase <> 0 THEN 1 WHEN s.setrole <> 0 THEN 2
+                    WHEN s.setdatabase <> 0 THEN 3 ELSE 4 END,
                CASE WHEN s.setrole <> 0 THEN 'role' ELSE 'database' END, substr(entry, strpos(entry, '=') + 1)
         FROM pg_db_role_setting AS s CROSS JOIN unnest(s.setconfig) AS entry
         WHERE s.setdatabase IN (0, (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database()))
@@ -68,8 +72,9 @@ AS $$
                                              ON p.name = 'service_role' AND p.value = r.rolname))
           AND lower(split_part(entry, '=', 1)) = 'pg_trickle.' || known.name
         UNION ALL
-        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it. Everybody can set such a name in a session of
-        -- their own, and nothing tells where a value comes from: only in those of administrators it counts.
+        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it. Everybody
+        -- can set such a name in a session of their own, and nothing tells where a value comes from: only in those of
+        -- administrators it counts.
         SELECT 5, 'server', CASE WHEN has_function_privilege(session_user, 'pgtrickle._administer()', 'EXECUTE')
                                  THEN nullif(current_setting('pg_trickle.' || known.name, true), '') END
         UNION ALL
@@ -93,7 +98,8 @@ AS $$
     SELECT value::name FROM pgtrickle.pgt_settings WHERE name = 'service_role'
 $$;
 
--- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by itself.
+-- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by
+-- itself.
 CREATE OR REPLACE FUNCTION pgtrickle._notify_services(reason text) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -119,7 +125,8 @@ BEGIN
         RAISE EXCEPTION 'there is no setting %', quote_literal(_set.name)
             USING ERRCODE = 'undefined_object',
                   HINT = 'Known settings: '
-                         || (SELECT string_agg(k.name, ', ' ORDER BY k.name) FROM pgtrickle._known_settings() AS k) || '.';
+                         || (SELECT string_agg(k.name, ', ' ORDER BY k.name) FROM pgtrickle._known_settings() AS k)
+                             || '.';
     END IF;
     IF value IS NULL THEN
         DELETE FROM pgtrickle.pgt_settings AS p WHERE p.name = short;
@@ -127,7 +134,8 @@ BEGIN
         RAISE EXCEPTION 'setting % cannot be %', short, quote_literal(value)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It takes ' || known.meaning || '.';
     ELSE
-        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by) VALUES (short, pgtrickle._normal_value(value, known.pattern), changed_by)
+        INSERT INTO pgtrickle.pgt_settings AS p (name, value, set_by)
+        VALUES (short, pgtrickle._normal_value(value, known.pattern), changed_by)
         ON CONFLICT ON CONSTRAINT pgt_settings_pkey
         DO UPDATE SET value = excluded.value, set_at = now(), set_by = excluded.set_by;
     END IF;

@@ -10,7 +10,8 @@ DECLARE
     result text := '';
 BEGIN
     FOR piece IN
-        SELECT matched FROM regexp_matches(pgtrickle._template(name), '([^{]+|\{(?![a-z_]+\}))|\{([a-z_]+)\}', 'g') AS matched
+        SELECT matched FROM regexp_matches(pgtrickle._template(name), '([^{]+|\{(?![a-z_]+\}))|\{([a-z_]+)\}', 'g')
+               AS matched
     LOOP
         IF piece[2] IS NULL THEN
             result := result || piece[1];

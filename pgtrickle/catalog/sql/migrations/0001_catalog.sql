@@ -44,7 +44,8 @@ CREATE TABLE pgtrickle.pgt_dependencies (
     PRIMARY KEY (pgt_id, source_relid)
 );
 CREATE INDEX ON pgtrickle.pgt_dependencies (source_relid);
-COMMENT ON TABLE pgtrickle.pgt_dependencies IS 'The tables that a stream table reads, views resolved, with the columns it uses.';
+COMMENT ON TABLE pgtrickle.pgt_dependencies IS 'The tables that a stream table reads, views '
+                                               'resolved, with the columns it uses.';
 
 CREATE TABLE pgtrickle.pgt_change_tracking (
     source_relid regclass PRIMARY KEY,
@@ -86,7 +87,8 @@ CREATE TABLE pgtrickle.pgt_settings (
     set_by text NOT NULL DEFAULT session_user
 );
 
--- Where capture could not write rows: TRUNCATE, a source of another shape, a buffer past its limit, a MERGE that hides them.
+-- Where capture could not write rows: TRUNCATE, a source of another shape, a buffer past its limit, a MERGE that hides
+-- them.
 CREATE TABLE pgtrickle_changes.pgt_markers (
     source_stable_name text NOT NULL,
     xid bigint NOT NULL,

@@ -28,13 +28,17 @@ ALTER TABLE pgtrickle.pgt_stream_tables
     ADD COLUMN fuse_blown_at timestamptz,
     ADD COLUMN fuse_passes boolean NOT NULL DEFAULT false;
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.every IS 'How stale it may become; NULL for a cron schedule.';
-COMMENT ON COLUMN pgtrickle.pgt_stream_tables.stretch IS 'Multiplies the schedule while refreshes take longer than it.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.stretch IS 'Multiplies the schedule while refreshes '
+                                                         'take longer than it.';
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.full_seconds IS 'What the last refresh in full cost.';
-COMMENT ON COLUMN pgtrickle.pgt_stream_tables.row_seconds IS 'What a changed row costs differentially: a moving average over refreshes of many.';
-COMMENT ON COLUMN pgtrickle.pgt_stream_tables.polled IS 'Its result may change without a change that is captured: it is refreshed on schedule.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.row_seconds IS 'What a changed row costs differentially: '
+                                                             'a moving average over refreshes of many.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.polled IS 'Its result may change without a change '
+                                                        'that is captured: it is refreshed on schedule.';
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.tier IS 'Set by hand; NULL: by how lately its sources changed.';
 -- Not on next_due: every refresh writes it, and an index on it would have to be written too.
-CREATE INDEX pgt_stream_tables_unprompted ON pgtrickle.pgt_stream_tables (pgt_id) WHERE polled OR reinit_reason IS NOT NULL;
+CREATE INDEX pgt_stream_tables_unprompted ON pgtrickle.pgt_stream_tables (pgt_id)
+    WHERE polled OR reinit_reason IS NOT NULL;
 CREATE INDEX pgt_stream_tables_cron ON pgtrickle.pgt_stream_tables (pgt_id) WHERE every IS NULL;
 ALTER TABLE pgtrickle.pgt_stream_tables SET (fillfactor = 70);
 CREATE INDEX ON pgtrickle.pgt_dependencies (source_stable_name);

@@ -1,6 +1,10 @@
--- Stream tables that are refreshed together: because somebody wants to see them at one moment, or because it is cheaper.
+-- Stream tables that are refreshed together: because somebody wants to see them at one moment, or because it is
+-- cheaper.
 ALTER TABLE pgtrickle.pgt_stream_tables
     ADD COLUMN refresh_group text,
     ADD COLUMN own_seconds real;
-COMMENT ON COLUMN pgtrickle.pgt_stream_tables.refresh_group IS 'Refreshed in one transaction with the others of this name, and with what they read.';
-COMMENT ON COLUMN pgtrickle.pgt_stream_tables.own_seconds IS 'Its part of the last refresh, without those it was refreshed with.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.refresh_group IS 'Refreshed in one transaction '
+                                                               'with the others of this name, '
+                                                               'and with what they read.';
+COMMENT ON COLUMN pgtrickle.pgt_stream_tables.own_seconds IS 'Its part of the last refresh, '
+                                                             'without those it was refreshed with.';

@@ -1,4 +1,5 @@
--- Stream tables that read tables of other databases: what is known of those here, and who reads tables of this one there.
+-- Stream tables that read tables of other databases: what is known of those here, and who reads tables of this one
+-- there.
 
 -- A password is never among it: libpq finds it in its password file or service file, or it is named as ${VARIABLE}.
 CREATE TABLE pgtrickle.pgt_databases (
@@ -11,7 +12,8 @@ CREATE TABLE pgtrickle.pgt_databases (
     registered_by text NOT NULL,
     registered_at timestamptz NOT NULL DEFAULT now()
 );
-COMMENT ON TABLE pgtrickle.pgt_databases IS 'Databases whose tables queries may name in three parts; roles: who may, besides administrators.';
+COMMENT ON TABLE pgtrickle.pgt_databases IS 'Databases whose tables queries may name in three '
+                                            'parts; roles: who may, besides administrators.';
 COMMENT ON COLUMN pgtrickle.pgt_databases.node IS 'Who it was when last asked: system identifier and database.';
 
 COMMENT ON COLUMN pgtrickle.pgt_databases.clear_at IS 'When the service last looked and found nothing new there.';
@@ -29,16 +31,20 @@ CREATE TABLE pgtrickle.pgt_foreign_tables (
     shape text NOT NULL,
     UNIQUE (database, source_relid)
 );
-COMMENT ON TABLE pgtrickle.pgt_foreign_tables IS 'Empty tables here that stand for tables of other databases: PostgreSQL analyses queries by them.';
-COMMENT ON COLUMN pgtrickle.pgt_foreign_tables.columns IS 'Its columns as they are there: name, attnum, type, not_null, generated.';
-COMMENT ON COLUMN pgtrickle.pgt_foreign_tables.shape IS 'Changes when the table, one of its columns or its key changes there.';
+COMMENT ON TABLE pgtrickle.pgt_foreign_tables IS 'Empty tables here that stand for tables '
+                                                 'of other databases: PostgreSQL analyses queries by them.';
+COMMENT ON COLUMN pgtrickle.pgt_foreign_tables.columns IS 'Its columns as they are there: '
+                                                          'name, attnum, type, not_null, generated.';
+COMMENT ON COLUMN pgtrickle.pgt_foreign_tables.shape IS 'Changes when the table, one of its '
+                                                        'columns or its key changes there.';
 
 ALTER TABLE pgtrickle.pgt_dependencies DROP CONSTRAINT pgt_dependencies_source_type_check;
 ALTER TABLE pgtrickle.pgt_dependencies ADD CONSTRAINT pgt_dependencies_source_type_check
     CHECK (source_type IN ('TABLE', 'PARTITIONED', 'STREAM_TABLE', 'FOREIGN_TABLE', 'MATVIEW', 'OTHER_DATABASE'));
 
--- A stream table elsewhere says here, between its cut and its apply, that it was here: if that is gone when it comes again, so may
--- be changes that it has seen, and numbers of transactions may stand for others. It keeps what it needs from being purged.
+-- A stream table elsewhere says here, between its cut and its apply, that it was here: if that is gone when it comes
+-- again, so may be changes that it has seen, and numbers of transactions may stand for others. It keeps what it needs
+-- from being purged.
 CREATE TABLE pgtrickle.pgt_consumers (
     consumer text NOT NULL,
     source_relid regclass NOT NULL,
@@ -54,5 +60,6 @@ CREATE TABLE pgtrickle.pgt_consumers (
 CREATE INDEX ON pgtrickle.pgt_consumers (source_relid);
 CREATE INDEX ON pgtrickle.pgt_consumers (source_stable_name);
 COMMENT ON TABLE pgtrickle.pgt_consumers IS 'Stream tables of other databases that read the changes of tables here.';
-COMMENT ON COLUMN pgtrickle.pgt_consumers.snapshot IS 'Up to which it has stored what it read; NULL before it was filled.';
+COMMENT ON COLUMN pgtrickle.pgt_consumers.snapshot IS 'Up to which it has stored what it read; '
+                                                      'NULL before it was filled.';
 COMMENT ON COLUMN pgtrickle.pgt_consumers.proof IS 'Left by its last cut; former_proof by the one that it has stored.';

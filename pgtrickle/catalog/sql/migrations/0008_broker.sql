@@ -1,4 +1,5 @@
--- The refresh broker: who reads the changes of this database's tables for all databases that want them, and who wants what.
+-- The refresh broker: who reads the changes of this database's tables for all databases that want them, and who wants
+-- what.
 
 CREATE TABLE pgtrickle.pgt_broker (
     only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),
@@ -9,7 +10,8 @@ CREATE TABLE pgtrickle.pgt_broker (
     elected_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     lease_expires timestamptz NOT NULL
 );
-COMMENT ON TABLE pgtrickle.pgt_broker IS 'The service that scans change buffers for everybody. Its token opens what it has read: only the service role sees it.';
+COMMENT ON TABLE pgtrickle.pgt_broker IS 'The service that scans change buffers for everybody. '
+                                         'Its token opens what it has read: only the service role sees it.';
 
 CREATE TABLE pgtrickle.pgt_broker_entries (
     home text NOT NULL,
@@ -24,6 +26,7 @@ CREATE TABLE pgtrickle.pgt_broker_entries (
     registered_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     PRIMARY KEY (home, source_stable_name)
 );
-COMMENT ON TABLE pgtrickle.pgt_broker_entries IS 'Databases that want the changes of sources here, and what of them; with what the last scan found.';
+COMMENT ON TABLE pgtrickle.pgt_broker_entries IS 'Databases that want the changes of sources '
+                                                 'here, and what of them; with what the last scan found.';
 COMMENT ON COLUMN pgtrickle.pgt_broker_entries.home IS 'Who the database is: system identifier and OID.';
 COMMENT ON COLUMN pgtrickle.pgt_broker_entries.upper_bound IS 'The latest transaction among the changes.';

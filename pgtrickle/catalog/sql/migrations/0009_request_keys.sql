@@ -1,6 +1,7 @@
 -- Requests of orchestrators: asked for again under the same key, it is the same request.
 ALTER TABLE pgtrickle.pgt_requests ADD COLUMN request_key text;
-COMMENT ON COLUMN pgtrickle.pgt_requests.request_key IS 'What its author calls it: the run of a job that must not ask twice.';
+COMMENT ON COLUMN pgtrickle.pgt_requests.request_key IS 'What its author calls it: the run '
+                                                        'of a job that must not ask twice.';
 CREATE UNIQUE INDEX ON pgtrickle.pgt_requests (pgt_id, requested_by, request_key) WHERE request_key IS NOT NULL;
 
 DROP FUNCTION IF EXISTS pgtrickle.manual_refresh(text);

@@ -6,9 +6,11 @@ DECLARE
     turn regclass;
 BEGIN
     FOR tracking IN
-        SELECT t.source_stable_name, t.buffer_relid FROM pgtrickle.pgt_change_tracking AS t JOIN pg_class AS b ON b.oid = t.buffer_relid
+        SELECT t.source_stable_name, t.buffer_relid FROM pgtrickle.pgt_change_tracking AS t
+        JOIN pg_class AS b ON b.oid = t.buffer_relid
     LOOP
-        EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_xid DROP NOT NULL, ALTER COLUMN __pgt_w DROP NOT NULL', tracking.buffer_relid);
+        EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_xid DROP NOT NULL, ALTER COLUMN __pgt_w DROP NOT NULL',
+                       tracking.buffer_relid);
         turn := format('pgtrickle_changes.%I', 'turn_' || tracking.source_stable_name)::regclass;
         IF pg_sequence_last_value(turn) IS NULL THEN
             PERFORM setval(turn, 1);

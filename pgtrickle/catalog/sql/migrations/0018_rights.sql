@@ -1,13 +1,15 @@
--- Who may do what is decided by PostgreSQL itself (decision 019): functions that decided by asking who calls are gone, owners have no right on
--- change buffers, and nobody but administrators creates objects in schemas of ours.
+-- Who may do what is decided by PostgreSQL itself (decision 019): functions that decided by asking who calls are gone,
+-- owners have no right on change buffers, and nobody but administrators creates objects in schemas of ours.
 
 -- Rows that are locked to keep others out. Advisory locks can be taken by anybody.
 CREATE TABLE pgtrickle.pgt_locks (name text PRIMARY KEY);
 COMMENT ON TABLE pgtrickle.pgt_locks IS 'Rows to lock: one for each thing that only one transaction at a time may do.';
 
--- Roles that are creating a stream table in this transaction, and may therefore create objects in pgtrickle_views until its end.
+-- Roles that are creating a stream table in this transaction, and may therefore create objects in pgtrickle_views
+-- until its end.
 CREATE TABLE pgtrickle.pgt_openings (role oid PRIMARY KEY);
-COMMENT ON TABLE pgtrickle.pgt_openings IS 'Always empty for other transactions than the one that creates a stream table.';
+COMMENT ON TABLE pgtrickle.pgt_openings IS 'Always empty for other transactions than the one '
+                                           'that creates a stream table.';
 
 -- Functions that took their caller's identity from the session.
 DROP FUNCTION IF EXISTS pgtrickle._is_captured(regclass, smallint[]);
@@ -20,7 +22,8 @@ DROP FUNCTION IF EXISTS pgtrickle._require_use(text);
 DROP FUNCTION IF EXISTS pgtrickle._users_of(text);
 DROP FUNCTION IF EXISTS pgtrickle._usable_databases();
 DROP FUNCTION IF EXISTS pgtrickle._new_id();
-DROP FUNCTION IF EXISTS pgtrickle._register(bigint, regclass, regclass, text, text, text, boolean, text, text[], jsonb);
+DROP FUNCTION IF EXISTS pgtrickle._register(bigint, regclass, regclass, text, text, text, boolean, text, text[],
+                                            jsonb);
 DROP FUNCTION IF EXISTS pgtrickle._change(bigint, text, text, text, text, boolean, text, jsonb, text, bigint, text);
 DROP FUNCTION IF EXISTS pgtrickle._file_request(bigint, text);
 DROP FUNCTION IF EXISTS pgtrickle._group(text, bigint[]);

@@ -5,6 +5,8 @@ CREATE TABLE pgtrickle.pgt_identity (
     database name NOT NULL,
     noted_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
-COMMENT ON TABLE pgtrickle.pgt_identity IS 'One row: the system identifier and OID of the database that this catalog was last used in.';
+COMMENT ON TABLE pgtrickle.pgt_identity IS 'One row: the system identifier and OID of the '
+                                           'database that this catalog was last used in.';
 INSERT INTO pgtrickle.pgt_identity (node, database)
-SELECT c.system_identifier || '/' || d.oid, d.datname FROM pg_control_system() AS c JOIN pg_database AS d ON d.datname = current_database();
+SELECT c.system_identifier || '/' || d.oid, d.datname FROM pg_control_system() AS c
+JOIN pg_database AS d ON d.datname = current_database();

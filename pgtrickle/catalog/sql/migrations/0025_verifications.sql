@@ -1,4 +1,5 @@
--- Results of comparing stream tables with their queries. Contains no user data: differing rows are shown only to the caller.
+-- Results of comparing stream tables with their queries. Contains no user data: differing rows are shown only to the
+-- caller.
 CREATE TABLE pgtrickle.pgt_verifications (
     verification_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     pgt_id bigint NOT NULL REFERENCES pgtrickle.pgt_stream_tables ON DELETE CASCADE,

@@ -1,11 +1,12 @@
 -- How much the change buffers hold.
 
--- Size and rows of a buffer. Small ones are counted, for large ones the statistics answer; these know nothing on a standby
--- or after a crash. What is locked at the moment has no size to be seen, and is not waited for.
+-- Size and rows of a buffer. Small ones are counted, for large ones the statistics answer; these know nothing on a
+-- standby or after a crash. What is locked at the moment has no size to be seen, and is not waited for.
 --
 -- All in a subtransaction that is rolled back, which gives the lock back: kept until the caller's transaction ends, it
 -- would keep the buffer from being emptied. Variables keep what they were given.
-CREATE OR REPLACE FUNCTION pgtrickle._measure_buffer(buffer regclass, at_least bigint, OUT row_count bigint, OUT size_bytes bigint)
+CREATE OR REPLACE FUNCTION pgtrickle._measure_buffer(buffer regclass, at_least bigint, OUT row_count bigint,
+                                                     OUT size_bytes bigint)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
 AS $$
 DECLARE
@@ -14,7 +15,8 @@ DECLARE
 BEGIN
     row_count := (SELECT sum(pg_stat_get_live_tuples(member)) FROM pgtrickle._partition_tree(buffer) AS member);
     BEGIN
-        SELECT sum(pg_relation_size(member)), sum(pg_table_size(member)) INTO filled, size_bytes FROM pgtrickle._partition_tree(buffer) AS member;
+        SELECT sum(pg_relation_size(member)), sum(pg_table_size(member)) INTO filled, size_bytes
+        FROM pgtrickle._partition_tree(buffer) AS member;
         IF filled = 0 THEN
             row_count := 0;
         ELSIF size_bytes >= at_least AND (filled < counted OR row_count = 0) THEN
@@ -29,7 +31,8 @@ $$;
 
 -- The buffers of at least that size.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_sizes(at_least bigint)
-RETURNS TABLE (source_schema text, source_name text, stable_name text, buffer text, row_count bigint, size_bytes bigint,
+RETURNS TABLE (source_schema text, source_name text, stable_name text, buffer text, row_count bigint,
+               size_bytes bigint,
                readers integer)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -48,7 +51,8 @@ AS $$
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.change_buffer_sizes()
-RETURNS TABLE (source_schema text, source_name text, stable_name text, buffer text, row_count bigint, size_bytes bigint,
+RETURNS TABLE (source_schema text, source_name text, stable_name text, buffer text, row_count bigint,
+               size_bytes bigint,
                readers integer)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -5,7 +5,8 @@ CREATE OR REPLACE FUNCTION pgtrickle._effective_setting(name text) RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT coalesce((SELECT h.settings ->> $1 FROM pgtrickle.pgt_services AS h
-                     WHERE h.kind = 'service' AND h.lease_expires > clock_timestamp() ORDER BY h.last_seen DESC LIMIT 1),
+                     WHERE h.kind = 'service' AND h.lease_expires > clock_timestamp()
+                     ORDER BY h.last_seen DESC LIMIT 1),
                     pgtrickle._setting($1))
 $$;
 
@@ -21,14 +22,14 @@ AS $$
     LEFT JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
 $$;
 
--- Until when stream tables have everything: a lower bound of the commit time of the oldest change that they lack, and now
--- where they lack none (on a standby, the last moment that it has heard of). `pending` and `own_at` are about the tables
--- that they read, as in _has_pending_changes(); `known_at` and `staleness` count what is pending further up, too. For all at once,
--- because one call for each of some thousand takes a second.
+-- Until when stream tables have everything: a lower bound of the commit time of the oldest change that they lack, and
+-- now where they lack none (on a standby, the last moment that it has heard of). `pending` and `own_at` are about the
+-- tables that they read, as in _has_pending_changes(); `known_at` and `staleness` count what is pending further up,
+-- too. For all at once, because one call for each of some thousand takes a second.
 --
 -- A change is committed after the cut that does not see it, after its transaction's last captured statement, and after
--- any tick whose snapshot does not see it. A change of a stream table comes from older ones of its sources; its refresh has
--- noted since when these were waiting, which counts for `known_at`.
+-- any tick whose snapshot does not see it. A change of a stream table comes from older ones of its sources; its
+-- refresh has noted since when these were waiting, which counts for `known_at`.
 CREATE OR REPLACE FUNCTION pgtrickle._freshness(ids bigint[] DEFAULT NULL)
 RETURNS TABLE (pgt_id bigint, pending boolean, own_at timestamptz, known_at timestamptz, staleness double precision)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -42,20 +43,24 @@ AS $$
     ), present AS MATERIALIZED (
         SELECT clock_timestamp() AS now
     ), ticks AS MATERIALIZED (
-        SELECT t.at, t.snapshot, pg_snapshot_xmin(t.snapshot)::text::bigint AS xmin, pg_snapshot_xmax(t.snapshot)::text::bigint AS xmax
+        SELECT t.at, t.snapshot, pg_snapshot_xmin(t.snapshot)::text::bigint AS xmin,
+               pg_snapshot_xmax(t.snapshot)::text::bigint AS xmax
         FROM pgtrickle.pgt_services AS h
         CROSS JOIN LATERAL (SELECT h.ticked_at, h.tick_snapshot
                             UNION ALL SELECT * FROM unnest(h.earlier_ticks, h.earlier_snapshots)) AS t (at, snapshot)
         WHERE t.snapshot IS NOT NULL
     ), seen AS MATERIALIZED (
-        SELECT CASE WHEN pg_is_in_recovery() THEN greatest(pg_last_xact_replay_timestamp(), (SELECT max(at) FROM ticks))
+        SELECT
+               CASE WHEN pg_is_in_recovery() THEN
+                    greatest(pg_last_xact_replay_timestamp(), (SELECT max(at) FROM ticks))
                     ELSE p.now END AS until
         FROM present AS p
     ), stream_tables AS MATERIALIZED (
         SELECT s.pgt_id, s.data_timestamp, s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.polled AS unprompted,
                -- Of other databases only what was seen there is known.
                (SELECT min(coalesce(w.looked_at, '-infinity')) FROM pgtrickle.pgt_dependencies AS d
-                JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid JOIN pgtrickle.pgt_databases AS w ON w.name = f.database
+                JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid
+                JOIN pgtrickle.pgt_databases AS w ON w.name = f.database
                 WHERE d.pgt_id = s.pgt_id) AS looked_at,
                (SELECT min(b.since) FROM pgtrickle.pgt_behind AS b WHERE b.pgt_id = s.pgt_id) AS behind_since,
                (s.frontier ->> 'snapshot')::pg_snapshot AS snapshot, (s.frontier ->> 'passed')::bigint AS passed
@@ -63,14 +68,17 @@ AS $$
     ), unseen AS MATERIALIZED (
         SELECT s.pgt_id, a.xid, a.captured_at, a.waiting_since FROM stream_tables AS s
         JOIN pgtrickle.pgt_dependencies AS d USING (pgt_id)
-        JOIN (SELECT source_stable_name, xid, coalesce(max(captured_at), '-infinity') AS captured_at, min(waiting_since) AS waiting_since
+        JOIN (SELECT source_stable_name, xid, coalesce(max(captured_at), '-infinity') AS captured_at,
+              min(waiting_since) AS waiting_since
               FROM pgtrickle_changes.pgt_activity GROUP BY 1, 2) AS a USING (source_stable_name)
         WHERE NOT pg_visible_in_snapshot(a.xid::text::xid8, s.snapshot) AND a.xid IS DISTINCT FROM s.passed
     ), lacking AS (
-        SELECT pgt_id, min(captured_at) AS captured_since, min(waiting_since) AS waiting_since, min(xid) AS oldest, array_agg(xid) AS xids
+        SELECT pgt_id, min(captured_at) AS captured_since, min(waiting_since) AS waiting_since, min(xid) AS oldest,
+               array_agg(xid) AS xids
         FROM unseen GROUP BY 1
     ), judged AS MATERIALIZED (
-        SELECT s.pgt_id, s.unprompted OR w.pgt_id IS NOT NULL OR s.behind_since IS NOT NULL AS pending, w.waiting_since,
+        SELECT s.pgt_id, s.unprompted OR w.pgt_id IS NOT NULL
+               OR s.behind_since IS NOT NULL AS pending, w.waiting_since,
                CASE WHEN s.unprompted THEN s.data_timestamp
                     ELSE greatest(s.data_timestamp, least(
                         CASE WHEN w.pgt_id IS NULL THEN seen.until ELSE greatest(w.captured_since, w.ticked_at) END,
@@ -82,19 +90,23 @@ AS $$
                          WHERE p.oldest >= t.xmax
                             OR p.oldest >= t.xmin AND NOT EXISTS (
                                    SELECT FROM unnest(p.xids) AS xid
-                                   WHERE xid < t.xmax AND pg_visible_in_snapshot(xid::text::xid8, t.snapshot))) AS ticked_at
+                                   WHERE xid < t.xmax
+                                     AND pg_visible_in_snapshot(xid::text::xid8, t.snapshot))) AS ticked_at
             FROM lacking AS p
         ) AS w USING (pgt_id)
     ), whole AS (
-        SELECT b.reader, CASE WHEN count(j.own_at) = count(*) THEN min(least(j.own_at, j.waiting_since)) END AS known_at
+        SELECT b.reader,
+               CASE WHEN count(j.own_at) = count(*) THEN min(least(j.own_at, j.waiting_since)) END AS known_at
         FROM behind AS b JOIN judged AS j USING (pgt_id) GROUP BY 1
     )
     SELECT j.pgt_id, j.pending, j.own_at, w.known_at,
-           CASE WHEN w.known_at IS NOT NULL THEN greatest(0, extract(epoch FROM p.now - w.known_at))::double precision END
+           CASE WHEN w.known_at IS NOT NULL THEN greatest(0, extract(epoch FROM p.now - w.known_at))::double precision
+                END
     FROM whole AS w JOIN judged AS j ON j.pgt_id = w.reader CROSS JOIN present AS p
 $$;
 
--- Seconds since the oldest change was committed that a stream table lacks; 0 if it lacks none, NULL if it was never filled.
+-- Seconds since the oldest change was committed that a stream table lacks; 0 if it lacks none, NULL if it was never
+-- filled.
 CREATE OR REPLACE FUNCTION pgtrickle._staleness(id bigint) RETURNS double precision
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -104,12 +116,14 @@ $$;
 -- Who has waited more than twice as long as its schedule allows. Each answers for itself only: one that is fast is not
 -- late because it reads a slow one. A refresh on its way gets the time that is allowed.
 CREATE OR REPLACE FUNCTION pgtrickle._late_stream_tables()
-RETURNS TABLE (pgt_id bigint, late boolean, waited double precision, allowed double precision, staleness double precision)
+RETURNS TABLE (pgt_id bigint, late boolean, waited double precision, allowed double precision,
+               staleness double precision)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     WITH coming AS MATERIALIZED (
         SELECT i.id, max(j.enqueued_at) AS since
-        FROM pgtrickle.pgt_jobs AS j JOIN pgtrickle.pgt_services AS h USING (service_id) CROSS JOIN unnest(j.pgt_ids) AS i (id)
+        FROM pgtrickle.pgt_jobs AS j JOIN pgtrickle.pgt_services AS h USING (service_id)
+        CROSS JOIN unnest(j.pgt_ids) AS i (id)
         WHERE j.status IN ('QUEUED', 'RUNNING') AND h.lease_expires > clock_timestamp()
         GROUP BY 1
     )

@@ -1,26 +1,30 @@
 -- Is all well? If not: what is wrong, and what helps.
 
 CREATE OR REPLACE FUNCTION pgtrickle.health_summary()
-RETURNS TABLE (total_stream_tables integer, active_count integer, error_count integer, suspended_count integer, stale_count integer,
-               max_staleness_seconds double precision, scheduler_status text, services integer, cache_hit_rate double precision,
+RETURNS TABLE (total_stream_tables integer, active_count integer, error_count integer, suspended_count integer,
+               stale_count integer,
+               max_staleness_seconds double precision, scheduler_status text, services integer,
+               cache_hit_rate double precision,
                pending_requests integer)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT counted.total, counted.active, counted.failing, counted.suspended,
-           fresh.late, fresh.worst, service.scheduler_status, service.services, service.cache_hit_rate, service.pending_requests
+           fresh.late, fresh.worst, service.scheduler_status, service.services, service.cache_hit_rate,
+           service.pending_requests
     FROM (SELECT count(*)::integer AS total,
                  count(*) FILTER (WHERE s.status = 'ACTIVE')::integer AS active,
                  count(*) FILTER (WHERE s.status = 'ERROR')::integer AS failing,
                  count(*) FILTER (WHERE s.status = 'SUSPENDED')::integer AS suspended
           FROM pgtrickle.pgt_visible_stream_tables AS s) AS counted
-    CROSS JOIN (SELECT count(*) FILTER (WHERE l.late)::integer AS late, max(l.staleness) AS worst FROM pgtrickle._late_stream_tables() AS l) AS fresh
+    CROSS JOIN (SELECT count(*) FILTER (WHERE l.late)::integer AS late, max(l.staleness) AS worst
+                FROM pgtrickle._late_stream_tables() AS l) AS fresh
     CROSS JOIN pgtrickle._service_state() AS service
 $$;
 
 -- Who keeps rows from being vacuumed for so long. Not SECURITY DEFINER: a caller with pg_read_all_stats sees more.
 --
--- When another role's transaction began is hidden, and for a replication slot nobody notes it. But frontiers are snapshots
--- taken at known times: whoever holds an xmin, or has an xid, from before one of them is older than that.
+-- When another role's transaction began is hidden, and for a replication slot nobody notes it. But frontiers are
+-- snapshots taken at known times: whoever holds an xmin, or has an xid, from before one of them is older than that.
 CREATE OR REPLACE FUNCTION pgtrickle._vacuum_blockers(older_than interval)
 RETURNS TABLE (holder text, since timestamptz, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -44,7 +48,8 @@ AS $$
            coalesce(a.xact_start, k.at), format('End it, or SELECT pg_terminate_backend(%s);', a.pid)
     FROM pg_stat_activity AS a CROSS JOIN bound AS b LEFT JOIN known AS k ON true
     -- Snapshots of other databases are no concern here, nor is what vacuum itself holds.
-    WHERE a.datname = current_database() AND a.pid <> pg_backend_pid() AND a.backend_type IS DISTINCT FROM 'autovacuum worker'
+    WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
+      AND a.backend_type IS DISTINCT FROM 'autovacuum worker'
       AND (a.backend_xid IS NOT NULL OR a.backend_xmin IS NOT NULL)
       AND (a.xact_start < b.before
            OR a.xact_start IS NULL AND (age(a.backend_xmin) > age(k.xmin) OR age(a.backend_xid) > age(k.xmax)))
@@ -57,7 +62,8 @@ AS $$
     SELECT format('replication slot %s (%s)', r.slot_name, CASE WHEN r.active THEN 'active' ELSE 'inactive' END),
            coalesce(i.inactive_since, k.at),
            CASE WHEN r.active THEN 'See why its consumer lags.'
-                ELSE format('Start its consumer, or, if it is not needed, SELECT pg_drop_replication_slot(%L);', r.slot_name) END
+                ELSE format('Start its consumer, or, if it is not needed, SELECT pg_drop_replication_slot(%L);',
+                            r.slot_name) END
     FROM pg_replication_slots AS r CROSS JOIN bound AS b LEFT JOIN known AS k ON true
     -- Servers before 17 do not have that column.
     CROSS JOIN LATERAL (SELECT (to_jsonb(r) ->> 'inactive_since')::timestamptz AS inactive_since) AS i
@@ -74,11 +80,14 @@ AS $$
            CASE WHEN c.stopped OR c.missing > 0 OR c.disabled > 0 THEN 'ERROR' ELSE 'WARN' END,
            CASE WHEN c.stopped THEN 'capture is stopped'
                 WHEN c.missing > 0 OR c.disabled > 0
-                THEN 'capture triggers are ' || concat_ws(' and ', nullif(c.missing, 0) || ' missing', nullif(c.disabled, 0) || ' disabled')
+                THEN 'capture triggers are '
+                    || concat_ws(' and ', nullif(c.missing, 0) || ' missing', nullif(c.disabled, 0) || ' disabled')
                 ELSE 'triggers, partitions or children changed since the last refresh' END,
            CASE WHEN c.stopped THEN 'SELECT pgtrickle.resume_capture();'
                 WHEN c.missing > 0 OR c.disabled > 0
-                THEN format('As the owner of %s: SELECT pgtrickle._retrack(%1$L); the next refresh fills its readers anew.', c.name)
+                THEN
+                    format('As the owner of %s: SELECT pgtrickle._retrack(%1$L); the next '
+                           'refresh fills its readers anew.', c.name)
                 ELSE 'The next refresh fills its readers anew.' END
     FROM (
         SELECT format('%I.%I', n.nspname, r.relname) AS name,
@@ -91,7 +100,8 @@ AS $$
         JOIN pg_class AS r ON r.oid = t.source_relid
         JOIN pg_namespace AS n ON n.oid = r.relnamespace
         CROSS JOIN LATERAL (SELECT pgtrickle._capture_signature(t.source_relid) AS signature OFFSET 0) AS s
-        LEFT JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
+        LEFT JOIN pg_proc AS p
+            ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
         CROSS JOIN LATERAL pgtrickle._partition_tree(t.source_relid) AS member
         CROSS JOIN unnest('{insert,update,delete,truncate}'::text[]) AS operation
         LEFT JOIN pg_trigger AS g ON g.tgrelid = member AND g.tgfoid = p.oid
@@ -102,13 +112,14 @@ AS $$
     WHERE c.stopped OR c.missing > 0 OR c.disabled > 0 OR c.changed
 $$;
 
--- How to be rid of a value that a setting cannot take, by where it stands; see _setting_sources() for the ranks. What no
--- extension has declared only a superuser may attach to a role or database, or take off.
+-- How to be rid of a value that a setting cannot take, by where it stands; see _setting_sources() for the ranks. What
+-- no extension has declared only a superuser may attach to a role or database, or take off.
 CREATE OR REPLACE FUNCTION pgtrickle._setting_remedy(rank integer, name text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE rank
-        WHEN 1 THEN format('As a superuser: ALTER ROLE %I IN DATABASE %I RESET pg_trickle.%s;', pgtrickle._service_role(), current_database(), name)
+        WHEN 1 THEN format('As a superuser: ALTER ROLE %I IN DATABASE %I RESET pg_trickle.%s;',
+                           pgtrickle._service_role(), current_database(), name)
         WHEN 2 THEN format('As a superuser: ALTER ROLE %I RESET pg_trickle.%s;', pgtrickle._service_role(), name)
         WHEN 3 THEN format('As a superuser: ALTER DATABASE %I RESET pg_trickle.%s;', current_database(), name)
         WHEN 4 THEN format('As a superuser: ALTER ROLE ALL RESET pg_trickle.%s;', name)
@@ -124,7 +135,8 @@ AS $$
     WITH service AS MATERIALIZED (
         SELECT * FROM pgtrickle._service_state()
     ), stream_tables AS MATERIALIZED (
-        SELECT s.*, n.full_name FROM pgtrickle.pgt_visible_stream_tables AS s JOIN pgtrickle._current_names() AS n USING (pgt_id)
+        SELECT s.*, n.full_name FROM pgtrickle.pgt_visible_stream_tables AS s JOIN pgtrickle._current_names() AS n
+               USING (pgt_id)
     ), alert AS MATERIALIZED (
         SELECT pgtrickle._effective_setting('buffer_alert_threshold')::bigint AS threshold
     ), refusal AS MATERIALIZED (
@@ -132,18 +144,21 @@ AS $$
     )
     SELECT 'service', CASE service.scheduler_status WHEN 'DISABLED' THEN 'WARN' ELSE 'ERROR' END,
            'no service looks after this database' || coalesce('; one could not: ' || refusal.reason, ''),
-           CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run' ELSE 'Fix this, or see the log of the service.' END
+           CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run'
+                ELSE 'Fix this, or see the log of the service.' END
     FROM service LEFT JOIN refusal ON true WHERE service.services = 0
     UNION ALL
     SELECT 'scheduler', 'WARN', 'a service is in trouble here: ' || refusal.reason, 'See the log of the service.'
     FROM service JOIN refusal ON true WHERE service.services > 0 AND refusal.lately
     UNION ALL
-    SELECT 'scheduler', 'WARN', 'pg_trickle.enabled is off: nothing is refreshed', 'Set pg_trickle.enabled to on where it was set to off.'
+    SELECT 'scheduler', 'WARN', 'pg_trickle.enabled is off: nothing is refreshed',
+           'Set pg_trickle.enabled to on where it was set to off.'
     FROM service WHERE service.scheduler_status = 'DISABLED'
     UNION ALL
     SELECT 'scheduler', 'WARN', 'refreshes are paused', 'SELECT pgtrickle.resume();' WHERE pgtrickle.is_paused()
     UNION ALL
-    SELECT 'settings', 'WARN', format('pg_trickle.%s cannot be %L (%s): it takes %s', v.name, v.raw, v.origin, v.meaning),
+    SELECT 'settings', 'WARN',
+           format('pg_trickle.%s cannot be %L (%s): it takes %s', v.name, v.raw, v.origin, v.meaning),
            pgtrickle._setting_remedy(v.rank, v.name)
     FROM pgtrickle._setting_sources() AS v WHERE v.value IS NULL
     UNION ALL
@@ -154,30 +169,38 @@ AS $$
     FROM stream_tables AS s WHERE s.status = 'SUSPENDED' AND s.fuse_blown_at IS NULL
     UNION ALL
     SELECT 'failing', 'WARN', format('%s: %s: %s', s.full_name,
-               CASE WHEN s.consecutive_errors > 0 THEN s.consecutive_errors || ' in a row, the last' ELSE 'its last refresh failed' END,
+               CASE WHEN s.consecutive_errors > 0 THEN s.consecutive_errors || ' in a row, the last'
+                    ELSE 'its last refresh failed' END,
                coalesce(s.last_error, s.status_reason, 'unknown')),
            format('SELECT * FROM pgtrickle.diagnose_errors(%L);', s.full_name)
     FROM stream_tables AS s WHERE s.status = 'ERROR'
     UNION ALL
-    SELECT 'stale', 'WARN', format('%s: for %s s, allowed are %s s', s.full_name, round(l.waited::numeric, 1), round(l.allowed::numeric, 1)),
+    SELECT 'stale', 'WARN',
+           format('%s: for %s s, allowed are %s s', s.full_name, round(l.waited::numeric, 1),
+                  round(l.allowed::numeric, 1)),
            'See the other checks, worker_pool_status() and parallel_job_status(): more workers, or a longer schedule.'
     FROM pgtrickle._late_stream_tables() AS l JOIN stream_tables AS s USING (pgt_id) WHERE l.late
     UNION ALL
-    SELECT 'fuses', 'ERROR', format('%s: %s', s.full_name, coalesce(s.status_reason, 'more changes at once than its fuse lets pass')),
+    SELECT 'fuses', 'ERROR',
+           format('%s: %s', s.full_name, coalesce(s.status_reason, 'more changes at once than its fuse lets pass')),
            format('SELECT pgtrickle.reset_fuse(%L);', s.full_name)
     FROM stream_tables AS s WHERE s.fuse_blown_at IS NOT NULL
     UNION ALL
-    SELECT 'change_buffers', 'WARN', format('%I.%I: %s changes, %s', b.source_schema, b.source_name, b.row_count, pg_size_pretty(b.size_bytes)),
+    SELECT 'change_buffers', 'WARN',
+           format('%I.%I: %s changes, %s', b.source_schema, b.source_name, b.row_count, pg_size_pretty(b.size_bytes)),
            'See that all stream tables that read it are refreshed: the slowest one keeps the changes.'
     -- A row takes more than 40 bytes: smaller buffers need not be counted.
-    FROM alert CROSS JOIN LATERAL pgtrickle._buffer_sizes(40 * alert.threshold) AS b WHERE b.row_count > alert.threshold
+    FROM alert CROSS JOIN LATERAL pgtrickle._buffer_sizes(40 * alert.threshold) AS b
+    WHERE b.row_count > alert.threshold
     UNION ALL
     SELECT 'held_back_xmin', 'WARN', format('%s: since %s or before', h.holder, h.since), h.remedy
     FROM pgtrickle._vacuum_blockers(interval '5 minutes') AS h
     UNION ALL
-    SELECT 'capture', c.severity, format('%s: %s', c.source, c.problem), c.remedy FROM pgtrickle._capture_problems() AS c
+    SELECT 'capture', c.severity, format('%s: %s', c.source, c.problem), c.remedy
+    FROM pgtrickle._capture_problems() AS c
     UNION ALL
-    SELECT 'requests', 'ERROR', format('%s waiting, the first since %s, and no service', service.pending_requests, service.oldest_request),
+    SELECT 'requests', 'ERROR',
+           format('%s waiting, the first since %s, and no service', service.pending_requests, service.oldest_request),
            'Start a service, or serve them once: pgtrickle run --once'
     FROM service WHERE service.services = 0 AND service.pending_requests > 0
 $$;

@@ -7,13 +7,15 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT h.start_time, format('%I.%I', h.pgt_schema, h.pgt_name), h.action, h.status,
            pgtrickle._milliseconds(h.end_time - h.start_time), h.rows_inserted, h.rows_deleted, h.initiated_by, h.error
-    FROM (SELECT r.refresh_id FROM pgtrickle.pgt_refresh_history AS r ORDER BY r.start_time DESC, r.refresh_id DESC LIMIT max_rows) AS last
+    FROM (SELECT r.refresh_id FROM pgtrickle.pgt_refresh_history AS r
+          ORDER BY r.start_time DESC, r.refresh_id DESC LIMIT max_rows) AS last
     JOIN pgtrickle.pgt_visible_history AS h USING (refresh_id) ORDER BY h.start_time DESC, h.refresh_id DESC
 $$;
 
 -- Durations are those of refreshes that were completed.
 CREATE OR REPLACE FUNCTION pgtrickle._refresh_stats(id bigint)
-RETURNS TABLE (refreshes bigint, failures bigint, avg_ms double precision, p95_ms double precision, max_ms double precision,
+RETURNS TABLE (refreshes bigint, failures bigint, avg_ms double precision, p95_ms double precision,
+               max_ms double precision,
                rows_inserted bigint, rows_deleted bigint, last_refresh timestamptz)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -23,16 +25,21 @@ AS $$
            coalesce(sum(h.rows_inserted), 0)::bigint, coalesce(sum(h.rows_deleted), 0)::bigint,
            max(h.end_time) FILTER (WHERE h.status = 'COMPLETED')
     FROM pgtrickle.pgt_refresh_history AS h
-    CROSS JOIN LATERAL (SELECT CASE WHEN h.status = 'COMPLETED' THEN pgtrickle._milliseconds(h.end_time - h.start_time) END AS ms) AS d
+    CROSS JOIN LATERAL (SELECT
+                        CASE WHEN h.status = 'COMPLETED' THEN pgtrickle._milliseconds(h.end_time - h.start_time) END
+                            AS ms) AS d
     WHERE h.pgt_id = id
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.st_refresh_stats()
-RETURNS TABLE (pgt_schema text, pgt_name text, refreshes bigint, failures bigint, avg_ms double precision, p95_ms double precision,
-               max_ms double precision, rows_inserted bigint, rows_deleted bigint, last_refresh timestamptz, last_action text)
+RETURNS TABLE (pgt_schema text, pgt_name text, refreshes bigint, failures bigint, avg_ms double precision,
+               p95_ms double precision,
+               max_ms double precision, rows_inserted bigint, rows_deleted bigint, last_refresh timestamptz,
+               last_action text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT n.pgt_schema, n.pgt_name, r.refreshes, r.failures, r.avg_ms, r.p95_ms, r.max_ms, r.rows_inserted, r.rows_deleted,
+    SELECT n.pgt_schema, n.pgt_name, r.refreshes, r.failures, r.avg_ms, r.p95_ms, r.max_ms, r.rows_inserted,
+           r.rows_deleted,
            r.last_refresh,
            (SELECT h.action FROM pgtrickle.pgt_refresh_history AS h
             WHERE h.pgt_id = n.pgt_id AND h.status = 'COMPLETED' ORDER BY h.refresh_id DESC LIMIT 1)
@@ -50,27 +57,35 @@ AS $$
                WHEN 'serialization' THEN 'If it goes on, see who else refreshes or writes the stream table.'
                WHEN 'source' THEN 'If it goes on, do what the message says.'
                WHEN 'disk' THEN 'Make room on the disk of the server, or of Spark.'
-               WHEN 'memory' THEN 'The server has too little memory: see its log; lower work_mem or max_connections, or give it more.'
-               WHEN 'limit' THEN 'The refresh needs more than a limit allows: raise it (temp_file_limit for the login of the service,'
+               WHEN 'memory' THEN 'The server has too little memory: see its log; lower work_mem '
+                                  'or max_connections, or give it more.'
+               WHEN 'limit' THEN 'The refresh needs more than a limit allows: raise it (temp_file_limit '
+                                 'for the login of the service,'
                                  ' PGTRICKLE_SPARK_MEMORY for Spark), or make the query smaller.'
-               WHEN 'canceled' THEN 'It took longer than a timeout allows, or somebody canceled it. See that the sources have the indexes that the query needs.'
-               WHEN 'privilege' THEN 'Give the right to the owner of the stream table, or to the login of the service if the message names that.'
+               WHEN 'canceled' THEN 'It took longer than a timeout allows, or somebody canceled '
+                                    'it. See that the sources have the indexes that the query needs.'
+               WHEN 'privilege' THEN 'Give the right to the owner of the stream table, or '
+                                     'to the login of the service if the message names that.'
                WHEN 'data' THEN 'A value in a source does not suit the query: correct it, or the query.'
-               WHEN 'definition' THEN format('Something that the query names has changed. Change it back, or give it a query that works:'
+               WHEN 'definition' THEN
+                   format('Something that the query names has changed. Change it back, or give it a query that works:'
                                              ' SELECT pgtrickle.alter_stream_table(%L, query => ...);', name)
                WHEN 'function' THEN 'A function or trigger raised it: correct that, or the rows that it refuses.'
-               WHEN 'fuse' THEN format('See whether the changes are meant; then SELECT pgtrickle.reset_fuse(%L);', name)
+               WHEN 'fuse' THEN format('See whether the changes are meant; then SELECT pgtrickle.reset_fuse(%L);',
+                                       name)
                ELSE 'The log of the service tells more. Remove the cause.' END
         || CASE WHEN kind = 'fuse' THEN ''
                 WHEN suspended THEN format(' Then SELECT pgtrickle.resume_stream_table(%L);', name)
-                ELSE ' A service tries again by itself, after pauses that grow; manual_refresh() makes it try at once.' END
+                ELSE ' A service tries again by itself, after pauses that grow; manual_refresh() makes it try at once.'
+                    END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.diagnose_errors(name text)
 RETURNS TABLE (start_time timestamptz, error text, sqlstate text, kind text, remedy text)
 LANGUAGE sql STABLE
 AS $$
-    SELECT h.start_time, h.error, h.sqlstate, k.kind, pgtrickle._error_remedy(k.kind, n.full_name, s.status = 'SUSPENDED')
+    SELECT h.start_time, h.error, h.sqlstate, k.kind,
+           pgtrickle._error_remedy(k.kind, n.full_name, s.status = 'SUSPENDED')
     FROM pgtrickle._current_names() AS n
     JOIN pgtrickle.pgt_visible_stream_tables AS s ON s.pgt_id = n.pgt_id
     JOIN pgtrickle.pgt_visible_history AS h ON h.pgt_id = n.pgt_id
@@ -84,7 +99,8 @@ CREATE OR REPLACE VIEW pgtrickle.pg_stat_stream_tables AS
 SELECT s.pgt_id, n.pgt_schema, n.pgt_name, s.status, s.refresh_mode,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,
        s.schedule, s.data_timestamp, f.staleness AS staleness_seconds, r.refreshes, r.failures, r.avg_ms,
-       pg_catalog.round(s.last_seconds::numeric * 1000, 3)::double precision AS last_ms, s.consecutive_errors, s.last_error
+       pg_catalog.round(s.last_seconds::numeric * 1000, 3)::double precision AS last_ms, s.consecutive_errors,
+       s.last_error
 FROM pgtrickle.pgt_visible_stream_tables AS s
 JOIN pgtrickle._current_names() AS n USING (pgt_id)
 JOIN pgtrickle._freshness() AS f USING (pgt_id)

@@ -10,7 +10,8 @@ BEGIN
     INSERT INTO pgtrickle.pgt_broker AS b (service_id, address, token, lease_expires)
     VALUES (service, _elect_broker.address, _elect_broker.token, clock_timestamp() + lease)
     ON CONFLICT ON CONSTRAINT pgt_broker_pkey DO UPDATE
-    SET service_id = excluded.service_id, address = excluded.address, token = excluded.token, lease_expires = excluded.lease_expires,
+    SET service_id = excluded.service_id, address = excluded.address, token = excluded.token,
+        lease_expires = excluded.lease_expires,
         elected_at = CASE WHEN b.service_id = excluded.service_id THEN b.elected_at ELSE clock_timestamp() END
     WHERE b.service_id = excluded.service_id OR b.lease_expires < clock_timestamp()
     RETURNING b.service_id INTO elected;
@@ -28,26 +29,32 @@ DECLARE
     capacity CONSTANT integer := 4096;
 BEGIN
     PERFORM pgtrickle._require_administrator('use the refresh broker');
-    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_broker_entries AS e WHERE e.home = _register_interest.home AND e.source_stable_name = stable_name)
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_broker_entries AS e
+                   WHERE e.home = _register_interest.home AND e.source_stable_name = stable_name)
        AND (SELECT count(*) FROM pgtrickle.pgt_broker_entries) >= capacity THEN
         RETURN false;
     END IF;
-    INSERT INTO pgtrickle.pgt_broker_entries AS e (home, database, source_stable_name, expressions, conditions, settings)
+    INSERT INTO pgtrickle.pgt_broker_entries
+        AS e (home, database, source_stable_name, expressions, conditions, settings)
     VALUES (_register_interest.home, _register_interest.database, stable_name, _register_interest.expressions,
             _register_interest.conditions, _register_interest.settings)
     ON CONFLICT ON CONSTRAINT pgt_broker_entries_pkey DO UPDATE
-    SET database = excluded.database, settings = excluded.settings, expressions = e.expressions || excluded.expressions,
-        conditions = (SELECT coalesce(jsonb_agg(DISTINCT c), '[]') FROM jsonb_array_elements(e.conditions || excluded.conditions) AS c);
+    SET database = excluded.database, settings = excluded.settings,
+        expressions = e.expressions || excluded.expressions,
+        conditions = (SELECT coalesce(jsonb_agg(DISTINCT c), '[]')
+                      FROM jsonb_array_elements(e.conditions || excluded.conditions) AS c);
     RETURN true;
 END
 $$;
 
 -- Databases that want the changes of sources here, and what the last scan found for each.
 CREATE OR REPLACE FUNCTION pgtrickle.broker_status()
-RETURNS TABLE (database text, source text, pending_rows bigint, upper_bound bigint, last_tick bigint, broker uuid, broker_alive boolean)
+RETURNS TABLE (database text, source text, pending_rows bigint, upper_bound bigint, last_tick bigint, broker uuid,
+               broker_alive boolean)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT e.database, coalesce(t.source_relid::text, e.source_stable_name), e.pending_rows, e.upper_bound, e.last_tick,
+    SELECT e.database, coalesce(t.source_relid::text, e.source_stable_name), e.pending_rows, e.upper_bound,
+           e.last_tick,
            b.service_id, coalesce(b.lease_expires > clock_timestamp(), false)
     FROM pgtrickle.pgt_broker_entries AS e
     LEFT JOIN pgtrickle.pgt_change_tracking AS t USING (source_stable_name)

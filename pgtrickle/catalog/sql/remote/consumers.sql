@@ -1,12 +1,14 @@
--- Stream tables of other databases that read tables of this one: what they must know of a table, and what is kept for them.
+-- Stream tables of other databases that read tables of this one: what they must know of a table, and what is kept for
+-- them.
 
--- A cast from or to a type in a table, by a function of somebody who has not the rights of the reader; NULL if there is none. Values are printed with
--- casts to text or json, and keys that are looked for are read with casts from text.
+-- A cast from or to a type in a table, by a function of somebody who has not the rights of the reader; NULL if there
+-- is none. Values are printed with casts to text or json, and keys that are looked for are read with casts from text.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_cast(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE inside AS (
-        SELECT a.atttypid AS type FROM pg_attribute AS a WHERE a.attrelid = source AND a.attnum > 0 AND a.atttypid >= 16384
+        SELECT a.atttypid AS type FROM pg_attribute AS a
+        WHERE a.attrelid = source AND a.attnum > 0 AND a.atttypid >= 16384
         UNION
         SELECT part.type FROM inside JOIN pg_type AS t ON t.oid = inside.type
         CROSS JOIN LATERAL (
@@ -15,8 +17,10 @@ AS $$
             UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
         ) AS part (type) WHERE part.type >= 16384
     )
-    SELECT min(format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname, inside.type::regtype))
-    FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget) JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
+    SELECT min(format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname,
+                      inside.type::regtype))
+    FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget)
+    JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
     WHERE NOT pgtrickle._is_trusted_role(o.oid)
 $$;
 
@@ -28,15 +32,20 @@ DECLARE
     found jsonb;
 BEGIN
     IF (SELECT relkind NOT IN ('r', 'p') FROM pg_class WHERE oid = source) OR NOT pgtrickle._can_capture(source) THEN
-        RAISE EXCEPTION '% of database % is no table whose changes can be captured', source, quote_ident(current_database())
+        RAISE EXCEPTION '% of database % is no table whose changes can be captured', source,
+                quote_ident(current_database())
             USING ERRCODE = 'wrong_object_type', HINT = 'Name the tables behind it.';
     ELSIF pgtrickle._untrusted_cast(source) IS NOT NULL THEN
-        RAISE EXCEPTION '% of database % cannot be read for others: %', source, quote_ident(current_database()), pgtrickle._untrusted_cast(source)
-            USING ERRCODE = 'feature_not_supported', HINT = 'Reading its values would run that function with the rights of whoever reads. Drop the cast.';
-    ELSIF row_security_active(source::oid) THEN
-        RAISE EXCEPTION 'row-level security on % of database % applies to role %', source, quote_ident(current_database()), quote_ident(current_user)
+        RAISE EXCEPTION '% of database % cannot be read for others: %', source, quote_ident(current_database()),
+                pgtrickle._untrusted_cast(source)
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Register the database with a role that sees all rows, and put the policies on the stream table.';
+                  HINT = 'Reading its values would run that function with the rights of whoever reads. Drop the cast.';
+    ELSIF row_security_active(source::oid) THEN
+        RAISE EXCEPTION 'row-level security on % of database % applies to role %', source,
+                quote_ident(current_database()), quote_ident(current_user)
+            USING ERRCODE = 'feature_not_supported',
+                  HINT = 'Register the database with a role that sees all rows, and put the '
+                         'policies on the stream table.';
     END IF;
     WITH RECURSIVE base AS (
         SELECT a.attnum, a.atttypid AS type, a.atttypmod AS typmod, a.attcollation AS collation
@@ -55,11 +64,15 @@ BEGIN
                   -- A child may repeat its parent's keys.
                   AND (c.relkind = 'p' OR NOT EXISTS (SELECT FROM pg_inherits WHERE inhparent = c.oid))),
         'columns', (SELECT jsonb_agg(jsonb_build_object(
-                        'name', a.attname, 'attnum', a.attnum, 'type', format_type(b.type, b.typmod), 'not_null', a.attnotnull,
-                        'labels', (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder) FROM pg_enum AS e WHERE e.enumtypid = b.type),
-                        'collation', CASE WHEN l.collname = 'default' THEN pgtrickle._default_collation() ELSE l.collname END,
+                        'name', a.attname, 'attnum', a.attnum, 'type', format_type(b.type, b.typmod), 'not_null',
+                        a.attnotnull,
+                        'labels', (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)
+                                   FROM pg_enum AS e WHERE e.enumtypid = b.type),
+                        'collation', CASE WHEN l.collname = 'default' THEN pgtrickle._default_collation()
+                                          ELSE l.collname END,
                         'deterministic', coalesce(l.collisdeterministic, true),
-                        'generated', CASE WHEN a.attgenerated = 'v' THEN pg_get_expr(g.adbin, g.adrelid) END) ORDER BY a.attnum)
+                        'generated', CASE WHEN a.attgenerated = 'v' THEN pg_get_expr(g.adbin, g.adrelid) END)
+                            ORDER BY a.attnum)
                     FROM pg_attribute AS a
                     JOIN base AS b ON b.attnum = a.attnum
                     JOIN pg_type AS t ON t.oid = b.type AND t.typtype <> 'd'
@@ -72,25 +85,28 @@ BEGIN
 END
 $$;
 
--- The table that was `relid` when this was database `node`, whatever it is called now. Else the one that has its name: it was made anew,
--- or this is another database in that one's place.
+-- The table that was `relid` when this was database `node`, whatever it is called now. Else the one that has its name:
+-- it was made anew, or this is another database in that one's place.
 CREATE OR REPLACE FUNCTION pgtrickle._locate_table(node text, relid bigint, schema text, name text) RETURNS regclass
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    found regclass := (SELECT c.oid FROM pg_class AS c WHERE c.oid = relid::oid AND node = pgtrickle._database_identity());
+    found regclass := (SELECT c.oid FROM pg_class AS c
+                       WHERE c.oid = relid::oid AND node = pgtrickle._database_identity());
 BEGIN
     found := coalesce(found, to_regclass(format('%I.%I', schema, name)));
     IF found IS NULL THEN
-        RAISE EXCEPTION 'database % has no table % any more', quote_ident(current_database()), format('%I.%I', schema, name)
+        RAISE EXCEPTION 'database % has no table % any more', quote_ident(current_database()),
+                format('%I.%I', schema, name)
             USING ERRCODE = 'undefined_table', HINT = 'Refreshes go on when there is one of that name.';
     END IF;
     RETURN found;
 END
 $$;
 
--- ALTER COLUMN … TYPE may compute new values, also of the same type; no trigger tells. It writes the table anew, and the column's row in the
--- catalog: where both are other ones than before, it may have happened. Here no view of ours keeps it from happening.
+-- ALTER COLUMN … TYPE may compute new values, also of the same type; no trigger tells. It writes the table anew, and
+-- the column's row in the catalog: where both are other ones than before, it may have happened. Here no view of ours
+-- keeps it from happening.
 CREATE OR REPLACE FUNCTION pgtrickle._rewrite_state(source regclass, columns smallint[]) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -98,14 +114,16 @@ BEGIN
     RETURN ARRAY[
         (SELECT string_agg(concat(a.attnum, ':', a.xmin), ' ' ORDER BY a.attnum) FROM pg_attribute AS a
          WHERE a.attrelid = source AND a.attnum = ANY (columns)),
-        (SELECT pgtrickle.stable_hash(string_agg(concat(member, ':', pg_relation_filenode(member)), ' ' ORDER BY member))
+        (SELECT pgtrickle.stable_hash(string_agg(concat(member, ':', pg_relation_filenode(member)), ' '
+                                                 ORDER BY member))
          FROM pgtrickle._partition_tree(source) AS member)];
 END
 $$;
 
--- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which nobody will advance here: they would
--- keep all changes. They are forgotten; one that does read this database from now on subscribes again. Says of which database it is a copy,
--- once; else NULL. Claims of the original's services end with their leases.
+-- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which nobody
+-- will advance here: they would keep all changes. They are forgotten; one that does read this database from now on
+-- subscribes again. Says of which database it is a copy, once; else NULL. Claims of the original's services end with
+-- their leases.
 CREATE OR REPLACE FUNCTION pgtrickle._reset_copied_database() RETURNS text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -116,53 +134,68 @@ BEGIN
     IF EXISTS (SELECT FROM pgtrickle.pgt_identity AS i WHERE i.node = pgtrickle._database_identity()) THEN
         RETURN NULL;
     END IF;
-    SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i WHERE i.node <> pgtrickle._database_identity() FOR UPDATE;
+    SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i
+    WHERE i.node <> pgtrickle._database_identity() FOR UPDATE;
     IF NOT FOUND THEN
         RETURN NULL; -- somebody else was first
     END IF;
     DELETE FROM pgtrickle.pgt_consumers;
     GET DIAGNOSTICS consumers = ROW_COUNT;
     DELETE FROM pgtrickle.pgt_broker_entries;
-    UPDATE pgtrickle.pgt_identity SET node = pgtrickle._database_identity(), database = current_database(), noted_at = clock_timestamp();
+    UPDATE pgtrickle.pgt_identity SET node = pgtrickle._database_identity(), database = current_database(),
+    noted_at = clock_timestamp();
     PERFORM pgtrickle._untrack_unused();
-    PERFORM pgtrickle._emit_event('database_copied', NULL, jsonb_build_object('original', original, 'consumers', consumers));
+    PERFORM pgtrickle._emit_event('database_copied', NULL,
+                                  jsonb_build_object('original', original, 'consumers', consumers));
     RETURN original;
 END
 $$;
 
 -- Capture these columns for a stream table of another database. Repeated, it makes capture fit the table as it is now.
-CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[]) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[])
+RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('read changes for another database');
     PERFORM pgtrickle._reset_copied_database(); -- or this consumer would go with those of the original
     PERFORM pgtrickle._attach(source, columns);
-    INSERT INTO pgtrickle.pgt_consumers AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
-    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label, pgtrickle._rewrite_state(source, columns)
+    INSERT INTO pgtrickle.pgt_consumers
+        AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
+    SELECT _subscribe.consumer, source, t.source_stable_name, columns, _subscribe.label,
+           pgtrickle._rewrite_state(source, columns)
     FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source
     ON CONFLICT ON CONSTRAINT pgt_consumers_pkey
-    DO UPDATE SET source_stable_name = excluded.source_stable_name, columns_used = excluded.columns_used, label = excluded.label,
-                  written_as = excluded.written_as, snapshot = NULL, proof = NULL, former_proof = NULL, seen_at = clock_timestamp();
+    DO UPDATE SET source_stable_name = excluded.source_stable_name, columns_used = excluded.columns_used,
+    label = excluded.label,
+                  written_as = excluded.written_as, snapshot = NULL, proof = NULL, former_proof = NULL,
+                  seen_at = clock_timestamp();
 END
 $$;
 
 -- These consumers' sources as the cut sees them, with what each consumer left here.
 CREATE OR REPLACE FUNCTION pgtrickle._consumer_sources(consumers text[])
-RETURNS TABLE (consumer text, relid bigint, stable_name text, buffer name, buffered bigint, signature text, shape text, proof uuid, former_proof uuid)
+RETURNS TABLE (consumer text, relid bigint, stable_name text, buffer name, buffered bigint, signature text, shape text,
+               proof uuid, former_proof uuid)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH sources AS MATERIALIZED (
-        SELECT t.source_relid, t.source_stable_name, b.relname, pgtrickle._capture_signature(t.source_relid) AS signature,
-               CASE WHEN pgtrickle._untrusted_cast(t.source_relid) IS NULL THEN pgtrickle._describe_table(t.source_relid) ->> 'shape' ELSE 'untrusted' END AS shape,
-               pg_relation_size(b.oid) + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits AS h WHERE h.inhparent = b.oid), 0)::bigint AS buffered
+        SELECT t.source_relid, t.source_stable_name, b.relname,
+               pgtrickle._capture_signature(t.source_relid) AS signature,
+               CASE WHEN pgtrickle._untrusted_cast(t.source_relid) IS NULL THEN
+                    pgtrickle._describe_table(t.source_relid) ->> 'shape' ELSE 'untrusted' END AS shape,
+               pg_relation_size(b.oid)
+                   + coalesce((SELECT sum(pg_relation_size(h.inhrelid)) FROM pg_inherits AS h
+                               WHERE h.inhparent = b.oid), 0)::bigint AS buffered
         FROM pgtrickle.pgt_change_tracking AS t
         JOIN pg_class AS c ON c.oid = t.source_relid
         JOIN pg_class AS b ON b.oid = t.buffer_relid
-        WHERE t.source_relid IN (SELECT s.source_relid FROM pgtrickle.pgt_consumers AS s WHERE s.consumer = ANY (consumers))
+        WHERE t.source_relid IN (SELECT s.source_relid FROM pgtrickle.pgt_consumers AS s
+                                 WHERE s.consumer = ANY (consumers))
     )
     SELECT c.consumer, s.source_relid::oid::bigint, s.source_stable_name, s.relname, s.buffered,
-           CASE WHEN c.written_as[1] <> now.written_as[1] AND c.written_as[2] <> now.written_as[2] THEN 'rewritten' ELSE s.signature END,
+           CASE WHEN c.written_as[1] <> now.written_as[1] AND c.written_as[2] <> now.written_as[2] THEN 'rewritten'
+                ELSE s.signature END,
            s.shape, c.proof, c.former_proof
     FROM pgtrickle.pgt_consumers AS c JOIN sources AS s USING (source_relid)
     CROSS JOIN LATERAL (SELECT pgtrickle._rewrite_state(s.source_relid, c.columns_used) AS written_as OFFSET 0) AS now
@@ -173,10 +206,13 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._incarnation() RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT concat_ws(' ', extract(epoch FROM pg_postmaster_start_time()), (SELECT extract(epoch FROM stats_reset) FROM pg_stat_bgwriter))
+    SELECT concat_ws(' ',
+                     extract(epoch FROM pg_postmaster_start_time()), (SELECT extract(epoch FROM stats_reset)
+                                                                      FROM pg_stat_bgwriter))
 $$;
 
--- "I was here": `snapshots` are up to where the consumers have stored what they read, before the cut that leaves `new_proof`.
+-- "I was here": `snapshots` are up to where the consumers have stored what they read, before the cut that leaves
+-- `new_proof`.
 CREATE OR REPLACE FUNCTION pgtrickle._store_proof(
     consumers text[], snapshots pg_snapshot[], former_proofs uuid[], new_proof uuid, incarnation text)
 RETURNS integer
@@ -208,7 +244,8 @@ DECLARE
 BEGIN
     DELETE FROM pgtrickle.pgt_consumers AS c
     WHERE starts_with(c.consumer, home || '/')
-      AND (c.consumer, c.source_relid::oid::bigint) NOT IN (SELECT k.consumer, k.relid FROM unnest(consumers, relids) AS k (consumer, relid));
+      AND (c.consumer, c.source_relid::oid::bigint) NOT IN (SELECT k.consumer, k.relid
+                                                            FROM unnest(consumers, relids) AS k (consumer, relid));
     GET DIAGNOSTICS number = ROW_COUNT;
     DELETE FROM pgtrickle.pgt_broker_entries AS e
     WHERE e.home = _keep_consumers.home
@@ -221,16 +258,22 @@ BEGIN
 END
 $$;
 
--- Whether there is something new for consumers, without a cut: what must be as it was at the last one, and who made changes.
-CREATE OR REPLACE FUNCTION pgtrickle._poll_consumers(consumers text[]) RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
+-- Whether there is something new for consumers, without a cut: what must be as it was at the last one, and who made
+-- changes.
+CREATE OR REPLACE FUNCTION pgtrickle._poll_consumers(consumers text[])
+RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT c.consumer,
-           concat_ws('|', pgtrickle._database_identity(), pgtrickle._incarnation(), string_agg(concat_ws(':', s.oid, s.relname, s.relnamespace,
+           concat_ws('|', pgtrickle._database_identity(), pgtrickle._incarnation(),
+                     string_agg(concat_ws(':', s.oid, s.relname, s.relnamespace,
                pgtrickle._capture_signature(s.oid),
-               (SELECT pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod, a.attnotnull, a.xmin), ',' ORDER BY a.attnum))
+               (SELECT
+                pgtrickle.stable_hash(string_agg(concat_ws(':', a.attnum, a.attname, a.atttypid, a.atttypmod,
+                                                           a.attnotnull, a.xmin), ',' ORDER BY a.attnum))
                 FROM pg_attribute AS a WHERE a.attrelid = s.oid AND a.attnum > 0)), ',' ORDER BY s.oid)),
-           ARRAY(SELECT DISTINCT a.xid FROM pgtrickle_changes.pgt_activity AS a WHERE a.source_stable_name = ANY (array_agg(c.source_stable_name))),
+           ARRAY(SELECT DISTINCT a.xid FROM pgtrickle_changes.pgt_activity AS a
+                 WHERE a.source_stable_name = ANY (array_agg(c.source_stable_name))),
            array_agg(s.oid::bigint), array_agg(concat_ws(' ', c.proof, c.former_proof))
     FROM pgtrickle.pgt_consumers AS c JOIN pg_class AS s ON s.oid = c.source_relid
     WHERE c.consumer = ANY (consumers)

@@ -5,10 +5,15 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT jsonb_build_object(
         'server', s.srvname,
-        'address', (SELECT coalesce(jsonb_object_agg(o.option_name, o.option_value), '{}') FROM pg_options_to_table(s.srvoptions) AS o
+        'address', (SELECT coalesce(jsonb_object_agg(o.option_name, o.option_value), '{}')
+                    FROM pg_options_to_table(s.srvoptions) AS o
                     WHERE o.option_name IN ('host', 'hostaddr', 'port', 'dbname', 'service')),
-        'schema', coalesce((SELECT o.option_value FROM pg_options_to_table(t.ftoptions) AS o WHERE o.option_name = 'schema_name'), n.nspname),
-        'name', coalesce((SELECT o.option_value FROM pg_options_to_table(t.ftoptions) AS o WHERE o.option_name = 'table_name'), c.relname))
+        'schema',
+        coalesce((SELECT o.option_value FROM pg_options_to_table(t.ftoptions) AS o
+                  WHERE o.option_name = 'schema_name'), n.nspname),
+        'name',
+        coalesce((SELECT o.option_value FROM pg_options_to_table(t.ftoptions) AS o WHERE o.option_name = 'table_name'),
+                 c.relname))
     FROM pg_foreign_table AS t
     JOIN pg_foreign_server AS s ON s.oid = t.ftserver
     JOIN pg_foreign_data_wrapper AS w ON w.oid = s.srvfdw AND w.fdwname = 'postgres_fdw'
@@ -17,10 +22,12 @@ AS $$
     WHERE t.ftrelid = relation
 $$;
 
--- Let a foreign table stand for a table of a registered database. `definition` is what _describe_table() said there. The
--- foreign table is its owner's: it is never altered, and has to fit. Its owner can point it elsewhere at any time, and the service follows. So
--- the owner must have the right to use that database, and tables that the service is led to must have been imported.
-CREATE OR REPLACE FUNCTION pgtrickle._resolve_foreign_table(caller name, relation regclass, database text, definition jsonb) RETURNS void
+-- Let a foreign table stand for a table of a registered database. `definition` is what _describe_table() said there.
+-- The foreign table is its owner's: it is never altered, and has to fit. Its owner can point it elsewhere at any time,
+-- and the service follows. So the owner must have the right to use that database, and tables that the service is led
+-- to must have been imported.
+CREATE OR REPLACE FUNCTION pgtrickle._resolve_foreign_table(caller name, relation regclass, database text,
+                                                            definition jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -31,17 +38,21 @@ BEGIN
     PERFORM pgtrickle._require_database_use(caller, database);
     PERFORM pgtrickle._require_database_use(owner, database);
     IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
-               WHERE f.relid = relation AND f.database = _resolve_foreign_table.database AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
+               WHERE f.relid = relation AND f.database = _resolve_foreign_table.database
+                 AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
                  AND f.resolved_by = pgtrickle.stable_hash(target::text)) THEN
         RETURN; -- as it is known
     END IF;
     PERFORM pgtrickle._require_import(caller, database, definition);
     IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
                WHERE f.relid = relation
-                 AND (f.database, f.source_schema, f.source_name) <> (_resolve_foreign_table.database, definition ->> 'schema', definition ->> 'name'))
+                 AND (f.database, f.source_schema, f.source_name) <> (_resolve_foreign_table.database,
+                                                                      definition ->> 'schema', definition ->> 'name'))
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
                        WHERE f.resolved_by IS NULL
-                         AND (f.database, f.source_schema, f.source_name) = (_resolve_foreign_table.database, definition ->> 'schema', definition ->> 'name')) THEN
+                         AND (f.database, f.source_schema, f.source_name) = (_resolve_foreign_table.database,
+                                                                             definition ->> 'schema',
+                                                                             definition ->> 'name')) THEN
         PERFORM pgtrickle._require_import(owner, database, definition);
     END IF;
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
@@ -62,29 +73,38 @@ BEGIN
     LEFT JOIN pg_collation AS l ON l.oid = a.attcollation
     WHERE a.attrelid = relation AND a.attnum > 0 AND NOT a.attisdropped
       AND (c IS NULL OR format_type(a.atttypid, a.atttypmod) <> c ->> 'type'
-           OR c ->> 'labels' IS DISTINCT FROM (SELECT string_agg(quote_literal(e.enumlabel), ', ' ORDER BY e.enumsortorder)
+           OR c ->> 'labels' IS DISTINCT FROM (SELECT string_agg(quote_literal(e.enumlabel), ', '
+                                                                 ORDER BY e.enumsortorder)
                                                FROM pg_enum AS e WHERE e.enumtypid = a.atttypid)
-           OR c ->> 'collation' IS DISTINCT FROM CASE WHEN l.collname = 'default' THEN pgtrickle._default_collation() ELSE l.collname END
+           OR c ->> 'collation' IS DISTINCT FROM CASE WHEN l.collname = 'default' THEN pgtrickle._default_collation()
+                                                      ELSE l.collname END
            OR EXISTS (SELECT FROM pg_options_to_table(a.attfdwoptions) AS o
                       WHERE o.option_name = 'column_name' AND o.option_value <> a.attname))
     ORDER BY a.attnum LIMIT 1;
     IF FOUND THEN
         RAISE EXCEPTION 'foreign table % does not fit table %.% of database %: column % is %', relation,
-                quote_ident(definition ->> 'schema'), quote_ident(definition ->> 'name'), quote_ident(database), quote_ident(differing.attname),
-                CASE WHEN differing.other_name IS NOT NULL THEN 'called ' || quote_ident(differing.other_name) || ' there'
+                quote_ident(definition ->> 'schema'), quote_ident(definition ->> 'name'), quote_ident(database),
+                quote_ident(differing.attname),
+                CASE WHEN differing.other_name IS NOT NULL THEN 'called ' || quote_ident(differing.other_name)
+                     || ' there'
                      WHEN differing.type_there IS NULL THEN 'not there'
-                     WHEN differing.type_there <> differing.type THEN format('%s here and %s there', differing.type, differing.type_there)
+                     WHEN differing.type_there <> differing.type THEN
+                         format('%s here and %s there', differing.type, differing.type_there)
                      ELSE 'of another collation, or an enum with other values' END
             USING ERRCODE = 'datatype_mismatch',
-                  HINT = format('Give it the same columns as there: IMPORT FOREIGN SCHEMA does so; or name %I.%I.%I in the query.',
+                  HINT = format('Give it the same columns as there: IMPORT FOREIGN SCHEMA '
+                                'does so; or name %I.%I.%I in the query.',
                                 database, definition ->> 'schema', definition ->> 'name');
     END IF;
     DELETE FROM pgtrickle.pgt_foreign_tables AS f
     WHERE f.resolved_by IS NOT NULL AND NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = f.relid);
     INSERT INTO pgtrickle.pgt_foreign_tables AS f
-        (relid, database, source_relid, source_schema, source_name, source_stable_name, node, columns, shape, key, resolved_by)
-    SELECT relation, _resolve_foreign_table.database, (definition ->> 'relid')::bigint, definition ->> 'schema', definition ->> 'name',
-           definition ->> 'stable_name', definition ->> 'node', jsonb_agg(c), definition ->> 'shape', definition -> 'key',
+        (relid, database, source_relid, source_schema, source_name, source_stable_name, node, columns, shape, key,
+         resolved_by)
+    SELECT relation, _resolve_foreign_table.database, (definition ->> 'relid')::bigint, definition ->> 'schema',
+           definition ->> 'name',
+           definition ->> 'stable_name', definition ->> 'node', jsonb_agg(c), definition ->> 'shape',
+           definition -> 'key',
            pgtrickle.stable_hash(target::text)
     FROM jsonb_array_elements(definition -> 'columns') AS c
     JOIN pg_attribute AS a ON a.attrelid = relation AND a.attname = c ->> 'name' AND NOT a.attisdropped
@@ -117,13 +137,18 @@ BEGIN
         RAISE EXCEPTION 'the changes of foreign table % cannot be captured: %', polled.part,
                 CASE WHEN polled.target IS NULL THEN 'it is not one of postgres_fdw'
                      WHEN polled.part <> polled.relation THEN format('it is a part of %s', polled.relation)
-                     ELSE format('no registered database is known to be what its server %I points to', polled.target ->> 'server') END
+                     ELSE format('no registered database is known to be what its server %I points to',
+                                 polled.target ->> 'server') END
             USING ERRCODE = 'feature_not_supported',
                   HINT = CASE WHEN polled.target IS NOT NULL AND polled.part = polled.relation
-                              THEN format('Register that database (pgtrickle database add NAME DSN); then the command line and Python find it,'
-                                          ' or tell which it is (pgtrickle database resolve %s --as NAME). Or ', polled.part)
+                              THEN
+                                  format('Register that database (pgtrickle database add NAME '
+                                         'DSN); then the command line and Python find it,'
+                                          ' or tell which it is (pgtrickle database resolve %s --as NAME). Or ',
+                                          polled.part)
                               ELSE 'To ' END
-                         || 'have all of it read at every refresh: refresh_mode FULL, or the setting pg_trickle.foreign_table_polling.';
+                         || 'have all of it read at every refresh: refresh_mode FULL, or the '
+                            'setting pg_trickle.foreign_table_polling.';
     END IF;
 END
 $$;

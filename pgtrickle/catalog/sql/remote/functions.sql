@@ -1,28 +1,37 @@
--- Functions, operators and types of users in queries over several databases. An expression is evaluated in the database that its columns are in,
--- as text: all names in it have to mean the same everywhere. It runs there with the rights of whoever reads: who owns what is named, or could put
--- something else in its place, must be somebody who has these rights anyway.
+-- Functions, operators and types of users in queries over several databases. An expression is evaluated in the
+-- database that its columns are in, as text: all names in it have to mean the same everywhere. It runs there with the
+-- rights of whoever reads: who owns what is named, or could put something else in its place, must be somebody who has
+-- these rights anyway.
 --
--- Functions are named as regprocedure has them; operators and types as regoperator and format_type() do, after `operator` or `type` and a blank.
+-- Functions are named as regprocedure has them; operators and types as regoperator and format_type() do, after
+-- `operator` or `type` and a blank.
 
 -- Whether a role has the rights of the current one anyway: it gains nothing by having that one call its code.
 CREATE OR REPLACE FUNCTION pgtrickle._is_trusted_role(role oid) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT coalesce((SELECT r.rolsuper OR pg_has_role(r.oid, current_user, 'MEMBER') FROM pg_roles AS r WHERE r.oid = role), false)
+    SELECT coalesce((SELECT r.rolsuper OR pg_has_role(r.oid, current_user, 'MEMBER') FROM pg_roles AS r
+                     WHERE r.oid = role), false)
 $$;
 
--- Who could have code of theirs run, with rights that they have not, where an object is named; NULL if nobody. The owner of a schema can drop what is
--- in it and create another one, and so can that of an extension; the owner of the database is trusted with that.
+-- Who could have code of theirs run, with rights that they have not, where an object is named; NULL if nobody. The
+-- owner of a schema can drop what is in it and create another one, and so can that of an extension; the owner of the
+-- database is trusted with that.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_owner(class regclass, object oid, owner oid, schema oid) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format('%s belongs to role %s, and would run with the rights of role %I', found.what, found.owner::regrole, current_user)
+    SELECT format('%s belongs to role %s, and would run with the rights of role %I', found.what, found.owner::regrole,
+                  current_user)
     FROM (SELECT 1 AS n, 'it' AS what, _untrusted_owner.owner
           UNION ALL
           SELECT 2, format('its schema %I', n.nspname), n.nspowner FROM pg_namespace AS n
-          WHERE n.oid = schema AND n.nspowner NOT IN ('pg_database_owner'::regrole, (SELECT d.datdba FROM pg_database AS d WHERE d.datname = current_database()))
+          WHERE n.oid = schema
+            AND n.nspowner
+                NOT IN ('pg_database_owner'::regrole, (SELECT d.datdba FROM pg_database AS d
+                                                       WHERE d.datname = current_database()))
           UNION ALL
-          SELECT 3, format('its extension %I', e.extname), e.extowner FROM pg_depend AS d JOIN pg_extension AS e ON e.oid = d.refobjid
+          SELECT 3, format('its extension %I', e.extname), e.extowner FROM pg_depend AS d
+          JOIN pg_extension AS e ON e.oid = d.refobjid
           WHERE d.classid = class AND d.objid = object AND d.deptype = 'e') AS found
     WHERE NOT pgtrickle._is_trusted_role(found.owner)
     ORDER BY found.n LIMIT 1
@@ -42,9 +51,11 @@ AS $$
             UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
         ) AS part (type) WHERE part.type >= 16384
     )
-    SELECT min(CASE WHEN t.oid = _untrusted_type_owner.type THEN s.problem ELSE format('of type %s inside it: %s', format_type(t.oid, NULL), s.problem) END)
+    SELECT min(CASE WHEN t.oid = _untrusted_type_owner.type THEN s.problem
+                    ELSE format('of type %s inside it: %s', format_type(t.oid, NULL), s.problem) END)
     FROM inside JOIN pg_type AS t ON t.oid = inside.type
-    CROSS JOIN LATERAL (SELECT pgtrickle._untrusted_owner('pg_type', t.oid, t.typowner, t.typnamespace) AS problem) AS s
+    CROSS JOIN LATERAL (SELECT pgtrickle._untrusted_owner('pg_type', t.oid, t.typowner, t.typnamespace) AS problem)
+        AS s
     WHERE s.problem IS NOT NULL
 $$;
 
@@ -54,10 +65,13 @@ RETURNS TABLE (function text, definition text, version text, problem text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT f.name,
-           pgtrickle.stable_hash(concat_ws('|', l.lanname, p.prokind, p.provolatile, p.proisstrict, p.prosecdef, p.proretset, p.prorettype::regtype,
+           pgtrickle.stable_hash(concat_ws('|', l.lanname, p.prokind, p.provolatile, p.proisstrict, p.prosecdef,
+                                           p.proretset, p.prorettype::regtype,
                                            p.proconfig, p.prosrc, p.probin, pg_get_function_sqlbody(p.oid),
-                                           (SELECT e.extname || ' ' || e.extversion FROM pg_depend AS d JOIN pg_extension AS e ON e.oid = d.refobjid
-                                            WHERE d.classid = 'pg_proc'::regclass AND d.objid = p.oid AND d.deptype = 'e'))),
+                                           (SELECT e.extname || ' ' || e.extversion FROM pg_depend AS d
+                                            JOIN pg_extension AS e ON e.oid = d.refobjid
+                                            WHERE d.classid = 'pg_proc'::regclass AND d.objid = p.oid
+                                              AND d.deptype = 'e'))),
            concat_ws(':', p.oid, p.xmin),
            CASE WHEN p.oid IS NULL THEN 'there is none'
                 WHEN p.prokind <> 'f' THEN 'it is an aggregate or a window function'
@@ -68,18 +82,23 @@ AS $$
     LEFT JOIN pg_language AS l ON l.oid = p.prolang
     WHERE f.name !~ '^(operator|type) '
     UNION ALL
-    SELECT f.name, pgtrickle.stable_hash(concat_ws('|', o.oprcode::regprocedure, o.oprresult::regtype)), concat_ws(':', o.oid, o.xmin),
-           CASE WHEN o.oid IS NULL THEN 'there is none' ELSE pgtrickle._untrusted_owner('pg_operator', o.oid, o.oprowner, o.oprnamespace) END
+    SELECT f.name, pgtrickle.stable_hash(concat_ws('|', o.oprcode::regprocedure, o.oprresult::regtype)),
+           concat_ws(':', o.oid, o.xmin),
+           CASE WHEN o.oid IS NULL THEN 'there is none'
+                ELSE pgtrickle._untrusted_owner('pg_operator', o.oid, o.oprowner, o.oprnamespace) END
     FROM unnest(functions) AS f (name)
     LEFT JOIN pg_operator AS o ON o.oid = to_regoperator(substr(f.name, length('operator ') + 1))
     WHERE f.name LIKE 'operator %'
     UNION ALL
     SELECT f.name,
            pgtrickle.stable_hash(concat_ws('|', t.typtype, t.typinput, t.typoutput, nullif(t.typelem, 0)::regtype,
-               (SELECT string_agg(quote_literal(e.enumlabel), ',' ORDER BY e.enumsortorder) FROM pg_enum AS e WHERE e.enumtypid IN (t.oid, t.typelem)),
-               (SELECT string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)), ',' ORDER BY a.attnum) FROM pg_attribute AS a
+               (SELECT string_agg(quote_literal(e.enumlabel), ',' ORDER BY e.enumsortorder) FROM pg_enum AS e
+                WHERE e.enumtypid IN (t.oid, t.typelem)),
+               (SELECT string_agg(format('%I %s', a.attname, format_type(a.atttypid, a.atttypmod)), ','
+                                  ORDER BY a.attnum) FROM pg_attribute AS a
                 WHERE a.attrelid = t.typrelid AND a.attnum > 0 AND NOT a.attisdropped),
-               (SELECT concat_ws(',', r.rngsubtype::regtype, r.rngcanonical, r.rngsubdiff) FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)))),
+               (SELECT concat_ws(',', r.rngsubtype::regtype, r.rngcanonical, r.rngsubdiff) FROM pg_range AS r
+                WHERE t.oid IN (r.rngtypid, r.rngmultitypid)))),
            concat_ws(':', t.oid, t.xmin),
            CASE WHEN t.oid IS NULL THEN 'there is none'
                 WHEN t.typtype = 'd' THEN 'it is a domain'
@@ -95,20 +114,24 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT f.fn::regprocedure::text FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog'
     UNION
-    SELECT CASE d.refclassid WHEN 'pg_operator'::regclass THEN 'operator ' || d.refobjid::regoperator ELSE 'type ' || format_type(d.refobjid, NULL) END
+    SELECT CASE d.refclassid WHEN 'pg_operator'::regclass THEN 'operator ' || d.refobjid::regoperator
+                ELSE 'type ' || format_type(d.refobjid, NULL) END
     FROM pgtrickle._view_rules(view) AS r
-    JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule AND d.refclassid IN ('pg_operator'::regclass, 'pg_type'::regclass)
+    JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
+      AND d.refclassid IN ('pg_operator'::regclass, 'pg_type'::regclass)
 $$;
 
 -- The registered databases that a query reads.
 CREATE OR REPLACE FUNCTION pgtrickle._source_databases(view regclass) RETURNS SETOF text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT DISTINCT f.database FROM pgtrickle._resolved_sources(view) AS b JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = b.relation
+    SELECT DISTINCT f.database FROM pgtrickle._resolved_sources(view) AS b
+    JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = b.relation
 $$;
 
 -- What a registered database said of functions, operators and types.
-CREATE OR REPLACE FUNCTION pgtrickle._record_functions(caller name, database text, functions text[], definitions text[], problems text[])
+CREATE OR REPLACE FUNCTION pgtrickle._record_functions(caller name, database text, functions text[],
+                                                       definitions text[], problems text[])
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -123,8 +146,8 @@ BEGIN
 END
 $$;
 
--- Why functions, operators or types that a query names cannot be used in all databases that it reads; NULL if they can. A query that reads none
--- uses what it likes. Raises if the role may not use one of the databases.
+-- Why functions, operators or types that a query names cannot be used in all databases that it reads; NULL if they
+-- can. A query that reads none uses what it likes. Raises if the role may not use one of the databases.
 CREATE OR REPLACE FUNCTION pgtrickle._function_conflicts(view regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -140,7 +163,8 @@ BEGIN
     END IF;
     RETURN (
         SELECT string_agg(format('%s in database %I: %s', here.function, d.name,
-                                 coalesce(k.problem, CASE WHEN k.function IS NULL THEN 'not compared yet' ELSE 'it is not the same as here' END)),
+                                 coalesce(k.problem, CASE WHEN k.function IS NULL THEN 'not compared yet'
+                                                          ELSE 'it is not the same as here' END)),
                           '; ' ORDER BY here.function, d.name)
         FROM pgtrickle._describe_functions(ARRAY(SELECT pgtrickle._user_objects(view))) AS here
         CROSS JOIN unnest(databases) AS d (name)

@@ -17,9 +17,11 @@ BEGIN
     END IF;
     WHILE rest <> '' LOOP
         parts := NULL;
-        found := regexp_match(rest, '^(' || identifier || ')\s*\.\s*(' || identifier || ')\s*\.\s*(' || identifier || ')');
+        found := regexp_match(rest, '^(' || identifier || ')\s*\.\s*(' || identifier || ')\s*\.\s*(' || identifier
+                              || ')');
         IF found IS NOT NULL THEN
-            piece := (regexp_match(rest, '^' || identifier || '\s*\.\s*' || identifier || '\s*\.\s*' || identifier))[1];
+            piece
+                := (regexp_match(rest, '^' || identifier || '\s*\.\s*' || identifier || '\s*\.\s*' || identifier))[1];
             found := ARRAY(SELECT (parse_ident(f))[1] FROM unnest(found) WITH ORDINALITY AS u (f, n) ORDER BY n);
             IF EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = found[1])
                OR EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = found[1]) THEN
@@ -37,7 +39,9 @@ BEGIN
             END LOOP;
         ELSIF rest ~ '^\$([[:alpha:]_][[:alnum:]_]*)?\$' THEN
             tag := (regexp_match(rest, '^(\$(?:[[:alpha:]_][[:alnum:]_]*)?\$)'))[1];
-            piece := substr(rest, 1, coalesce(nullif(strpos(substr(rest, length(tag) + 1), tag), 0) + 2 * length(tag) - 1, length(rest)));
+            piece := substr(rest, 1,
+                            coalesce(nullif(strpos(substr(rest, length(tag) + 1), tag), 0) + 2 * length(tag) - 1,
+                                     length(rest)));
         ELSE
             piece := (regexp_match(rest, '^(--[^\n]*|[eE]''(?:[^''\\]|\\.|'''')*''|''(?:[^'']|'''')*''|"(?:[^"]|"")*"'
                                          '|[[:alnum:]_$]+(?:\s*\.\s*' || identifier || ')*|\s+|.)'))[1];
@@ -48,7 +52,8 @@ BEGIN
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._three_part_names(query text) RETURNS TABLE (database text, schema text, name text)
+CREATE OR REPLACE FUNCTION pgtrickle._three_part_names(query text)
+RETURNS TABLE (database text, schema text, name text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT DISTINCT parts[1], parts[2], parts[3] FROM pgtrickle._query_tokens(query) WHERE parts IS NOT NULL
@@ -67,12 +72,15 @@ BEGIN
     SELECT * INTO missing FROM pgtrickle._three_part_names(query) AS f
     WHERE to_regclass(format('%I.%I', f.database || '.' || f.schema, f.name)) IS NULL LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'table % of database % is not known here yet', format('%I.%I', missing.schema, missing.name), quote_ident(missing.database)
+        RAISE EXCEPTION 'table % of database % is not known here yet', format('%I.%I', missing.schema, missing.name),
+                quote_ident(missing.database)
             USING ERRCODE = 'undefined_table',
-                  HINT = format('Run: pgtrickle database import %I %I.%I (the command line and Python do so by themselves).',
+                  HINT = format('Run: pgtrickle database import %I %I.%I (the command line '
+                                'and Python do so by themselves).',
                                 missing.database, missing.schema, missing.name);
     END IF;
-    RETURN (SELECT string_agg(CASE WHEN parts IS NULL THEN piece ELSE format('%I.%I', parts[1] || '.' || parts[2], parts[3]) END, '' ORDER BY n)
+    RETURN (SELECT string_agg(CASE WHEN parts IS NULL THEN piece
+                                   ELSE format('%I.%I', parts[1] || '.' || parts[2], parts[3]) END, '' ORDER BY n)
             FROM pgtrickle._query_tokens(query) WITH ORDINALITY AS p (piece, parts, n));
 END
 $$;

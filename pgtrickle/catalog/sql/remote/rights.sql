@@ -1,6 +1,7 @@
 -- Which roles may use registered databases and sets of them.
 
--- The roles that may use a registered database, or a set of them, besides administrators. Who may use a set may use its members.
+-- The roles that may use a registered database, or a set of them, besides administrators. Who may use a set may use
+-- its members.
 CREATE OR REPLACE FUNCTION pgtrickle._allowed_roles(name text) RETURNS text[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -10,8 +11,18 @@ AS $$
         SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s
         WHERE s.name = _allowed_roles.name
            OR EXISTS (SELECT FROM pgtrickle.pgt_databases AS m
-                      WHERE m.name = _allowed_roles.name AND (m.name = ANY (s.members) OR m.name LIKE pgtrickle._like_pattern(s.pattern)))
+                      WHERE m.name = _allowed_roles.name AND pgtrickle._is_set_member(m.name, s.members, s.pattern))
     ) AS users
+$$;
+
+CREATE OR REPLACE FUNCTION pgtrickle._refuse_database_use(role name, name text) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(role), quote_ident(name)
+        USING ERRCODE = 'insufficient_privilege',
+              HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+END
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._require_database_use(caller name, name text) RETURNS void
@@ -19,16 +30,16 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
-       AND NOT EXISTS (SELECT FROM unnest(pgtrickle._allowed_roles(name)) AS role JOIN pg_roles AS r ON r.rolname = role
+       AND NOT EXISTS (SELECT FROM unnest(pgtrickle._allowed_roles(name)) AS role
+                       JOIN pg_roles AS r ON r.rolname = role
                        WHERE pgtrickle._acts_for(caller, r.oid)) THEN
-        RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(caller), quote_ident(name)
-            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+        PERFORM pgtrickle._refuse_database_use(caller, name);
     END IF;
 END
 $$;
 
--- Why stream tables may not be refreshed any more: their owner, or that of a foreign table that they read, may not use a registered database.
--- One statement for all members of a set.
+-- Why stream tables may not be refreshed any more: their owner, or that of a foreign table that they read, may not use
+-- a registered database. One statement for all members of a set.
 CREATE OR REPLACE FUNCTION pgtrickle._database_use_problems(ids bigint[]) RETURNS TABLE (id bigint, problem text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -43,16 +54,20 @@ AS $$
     ), roles AS MATERIALIZED (
         SELECT r.oid, r.rolname,
                ARRAY(SELECT u.rolname::text FROM pg_roles AS u
-                     WHERE u.rolname IN (SELECT unnest(d.roles) FROM pgtrickle.pgt_databases AS d UNION SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s)
+                     WHERE u.rolname IN (SELECT unnest(d.roles) FROM pgtrickle.pgt_databases AS d
+                                         UNION SELECT unnest(s.roles) FROM pgtrickle.pgt_database_sets AS s)
                        AND pgtrickle._acts_for(r.rolname, u.oid)) AS users
         FROM pg_roles AS r
-        WHERE r.oid IN (SELECT n.role FROM needed AS n) AND NOT has_function_privilege(r.oid, 'pgtrickle._administer()', 'EXECUTE')
+        WHERE r.oid IN (SELECT n.role FROM needed AS n)
+          AND NOT has_function_privilege(r.oid, 'pgtrickle._administer()', 'EXECUTE')
     )
-    SELECT n.pgt_id, string_agg(DISTINCT format('role %I may not read tables of the registered database %I', r.rolname, n.database), '; ')
+    SELECT n.pgt_id,
+           string_agg(DISTINCT format('role %I may not read tables of the registered database %I', r.rolname,
+                                      n.database), '; ')
     FROM needed AS n JOIN roles AS r ON r.oid = n.role
     WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_databases AS d WHERE d.name = n.database AND d.roles && r.users)
       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
-                      WHERE s.roles && r.users AND (n.database = ANY (s.members) OR n.database LIKE pgtrickle._like_pattern(s.pattern)))
+                      WHERE s.roles && r.users AND pgtrickle._is_set_member(n.database, s.members, s.pattern))
     GROUP BY n.pgt_id
 $$;
 
@@ -62,7 +77,8 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     refused text := (SELECT min(name) FROM unnest(databases) AS name
-                     WHERE name NOT LIKE '@%' AND name NOT IN (SELECT d.name FROM pgtrickle.pgt_usable_databases AS d));
+                     WHERE name NOT LIKE '@%'
+                       AND name NOT IN (SELECT d.name FROM pgtrickle.pgt_usable_databases AS d));
 BEGIN
     IF refused IS NOT NULL THEN
         PERFORM pgtrickle._database_dsn(refused); -- says so
@@ -70,7 +86,8 @@ BEGIN
 END
 $$;
 
--- Registered databases that the role that looks may read, and how to reach them. It reads with the rights of its owner.
+-- Registered databases that the role that looks may read, and how to reach them. It reads with the rights of its
+-- owner.
 CREATE OR REPLACE VIEW pgtrickle.pgt_usable_databases WITH (security_barrier) AS
 SELECT d.name, d.dsn
 FROM pgtrickle.pgt_databases AS d
@@ -79,20 +96,22 @@ WHERE pgtrickle._is_administrator()
               WHERE pgtrickle._acts_for(current_user, r.oid)
                 AND (r.rolname = ANY (d.roles)
                      OR EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s
-                                WHERE r.rolname = ANY (s.roles) AND (d.name = ANY (s.members) OR d.name LIKE pgtrickle._like_pattern(s.pattern)))));
+                                WHERE r.rolname = ANY (s.roles)
+                                  AND pgtrickle._is_set_member(d.name, s.members, s.pattern))));
 
 CREATE OR REPLACE FUNCTION pgtrickle._database_dsn(name text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     -- A node's address is Citus's to tell.
-    found text := CASE WHEN name LIKE '@%' THEN (SELECT format('host=%s port=%s', n.host, n.port) FROM pgtrickle._citus_nodes() AS n
+    found text := CASE WHEN name LIKE '@%' THEN (SELECT format('host=%s port=%s', n.host, n.port)
+                                                 FROM pgtrickle._citus_nodes() AS n
                                                   WHERE pgtrickle._node_name(n.groupid) = name)
-                       ELSE (SELECT d.dsn FROM pgtrickle.pgt_usable_databases AS d WHERE d.name = _database_dsn.name) END;
+                       ELSE (SELECT d.dsn FROM pgtrickle.pgt_usable_databases AS d WHERE d.name = _database_dsn.name)
+                           END;
 BEGIN
     IF found IS NULL AND pgtrickle._is_registered(name) THEN
-        RAISE EXCEPTION 'role % may not read tables of the registered database %', quote_ident(current_user), quote_ident(name)
-            USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+        PERFORM pgtrickle._refuse_database_use(current_user, name);
     ELSIF found IS NULL THEN
         RAISE EXCEPTION 'there is no registered database %', quote_ident(name)
             USING ERRCODE = 'undefined_object',

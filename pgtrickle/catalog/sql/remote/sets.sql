@@ -1,7 +1,15 @@
 -- Stand-ins for the tables that all members of a set have.
 
--- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins are there
--- already; the first one's columns are the model.
+-- Whether one of these columns is the same as this one, whatever its number.
+CREATE OR REPLACE FUNCTION pgtrickle._has_column(columns jsonb, col jsonb) RETURNS boolean
+LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
+AS $$
+    SELECT EXISTS (SELECT FROM jsonb_array_elements(columns) AS o
+                   WHERE o - '{attnum,not_null,generated}'::text[] = col - '{attnum,not_null,generated}'::text[])
+$$;
+
+-- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins
+-- are there already; the first one's columns are the model.
 CREATE OR REPLACE FUNCTION pgtrickle._import_set_table(
     caller name, database_set text, table_schema text, table_name text, members text[])
 RETURNS regclass
@@ -23,70 +31,65 @@ BEGIN
     ELSIF EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (members)) THEN
         IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
             RAISE EXCEPTION 'role % may not take databases out of a set', quote_ident(caller)
-                USING ERRCODE = 'insufficient_privilege', HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
+                USING ERRCODE = 'insufficient_privilege',
+                      HINT = 'Ask the owner of the database or the role that installed pgtrickle.';
         END IF;
     END IF;
-    SELECT f.* INTO model FROM pgtrickle.pgt_foreign_tables AS f
-    WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name
-      AND f.database = ANY (members) ORDER BY f.database LIMIT 1;
+    SELECT f.* INTO model FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f
+    ORDER BY f.database LIMIT 1;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set), format('%I.%I', table_schema, table_name)
+        RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set),
+                format('%I.%I', table_schema, table_name)
             USING ERRCODE = 'undefined_table', HINT = 'A table of a set is one that all its members have.';
     END IF;
     IF stand_in IS NULL THEN
         SELECT f.database, c ->> 'name' AS name INTO differing
-        FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN jsonb_array_elements(model.columns) AS c
-        WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-          AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
-                          WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[])
+        FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f
+        CROSS JOIN jsonb_array_elements(model.columns) AS c
+        WHERE NOT pgtrickle._has_column(f.columns, c)
         ORDER BY 1, 2 LIMIT 1;
     ELSE -- what queries may use; a column that came later may be missing in some
         SELECT f.database, a.attname AS name INTO differing
-        FROM pgtrickle.pgt_foreign_tables AS f CROSS JOIN pg_attribute AS a
-        WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-          AND a.attrelid = stand_in AND a.attnum > 1 AND NOT a.attisdropped
-          AND NOT EXISTS (SELECT FROM pg_attribute AS o WHERE o.attrelid = f.relid AND o.attname = a.attname AND NOT o.attisdropped
+        FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f CROSS JOIN pg_attribute AS a
+        WHERE a.attrelid = stand_in AND a.attnum > 1 AND NOT a.attisdropped
+          AND NOT EXISTS (SELECT FROM pg_attribute AS o
+                          WHERE o.attrelid = f.relid AND o.attname = a.attname AND NOT o.attisdropped
                           AND (o.atttypid, o.atttypmod, o.attcollation) = (a.atttypid, a.atttypmod, a.attcollation)
                           AND EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS c WHERE c ->> 'name' = o.attname))
         ORDER BY 1, 2 LIMIT 1;
     END IF;
     IF differing.name IS NOT NULL THEN
-        RAISE EXCEPTION 'column % of %.% is not the same in database % as in the others', quote_ident(differing.name), quote_ident(table_schema),
+        RAISE EXCEPTION 'column % of %.% is not the same in database % as in the others', quote_ident(differing.name),
+                quote_ident(table_schema),
                 quote_ident(table_name), quote_ident(differing.database)
-            USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same name, type and collation in all members.';
+            USING ERRCODE = 'datatype_mismatch',
+                  HINT = 'Let it have the same name, type and collation in all members.';
     END IF;
     IF stand_in IS NULL THEN
-        PERFORM pgtrickle._create_stand_in_schema(local_schema);
-        EXECUTE format('CREATE TABLE %s (pgt_database text NOT NULL)', local_name);
-        stand_in := local_name::regclass;
-        EXECUTE format('COMMENT ON TABLE %s IS %L', stand_in,
-                       format('Stands for a table of every database of %s, which pgtrickle reads there. It is always empty.', database_set));
-        EXECUTE format('CREATE TRIGGER pgtrickle_stand_in BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
-                       ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._refuse_stand_in()', stand_in);
+        stand_in := pgtrickle._create_stand_in(local_schema, table_name, 'every database of ' || database_set);
+        EXECUTE format('ALTER TABLE %s ADD COLUMN pgt_database text NOT NULL', stand_in);
         INSERT INTO pgtrickle.pgt_sharded_tables VALUES (stand_in, database_set, table_schema, table_name);
     END IF;
     FOR col IN
         SELECT c FROM jsonb_array_elements(model.columns) AS c
         WHERE NOT EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = stand_in AND a.attname = c ->> 'name')
-          AND NOT EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
-                          WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-                            AND NOT EXISTS (SELECT FROM jsonb_array_elements(f.columns) AS o
-                                            WHERE o - '{attnum,not_null,generated}'::text[] = c - '{attnum,not_null,generated}'::text[]))
+          AND NOT EXISTS (SELECT FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f
+                          WHERE NOT pgtrickle._has_column(f.columns, c))
     LOOP
         PERFORM pgtrickle._add_stand_in_column(stand_in, model.database, col);
     END LOOP;
     IF pgtrickle._primary_key(stand_in) <> 'null' AND EXISTS (
-            SELECT FROM pgtrickle.pgt_foreign_tables AS f
-            WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)
-              AND pgtrickle._primary_key(stand_in) <> '["pgt_database"]' || pgtrickle._primary_key(f.relid)) THEN
-        RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set), quote_ident(table_schema), quote_ident(table_name)
+            SELECT FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f
+            WHERE pgtrickle._primary_key(stand_in) <> '["pgt_database"]' || pgtrickle._primary_key(f.relid)) THEN
+        RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set),
+                quote_ident(table_schema), quote_ident(table_name)
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
     END IF;
     -- The same key in all of them, and the database, tell rows apart.
     IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)
-       AND (SELECT count(DISTINCT pgtrickle._primary_key(f.relid)) = 1 AND bool_and(pgtrickle._primary_key(f.relid) <> 'null')
-            FROM pgtrickle.pgt_foreign_tables AS f
-            WHERE f.resolved_by IS NULL AND f.source_schema = table_schema AND f.source_name = table_name AND f.database = ANY (members)) THEN
+       AND (SELECT count(DISTINCT pgtrickle._primary_key(f.relid)) = 1
+              AND bool_and(pgtrickle._primary_key(f.relid) <> 'null')
+            FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f) THEN
         PERFORM pgtrickle._set_stand_in_key(stand_in, '["pgt_database"]' || pgtrickle._primary_key(model.relid));
     END IF;
     PERFORM pgtrickle._update_shards(stand_in, members);
@@ -104,7 +107,8 @@ AS $$
                      WHERE i.indrelid = relation AND i.indisprimary), 'null')
 $$;
 
--- These members' tables are behind the stand-in from now on. One that came is read by itself; where one left, all is read anew.
+-- These members' tables are behind the stand-in from now on. One that came is read by itself; where one left, all is
+-- read anew.
 CREATE OR REPLACE FUNCTION pgtrickle._update_shards(stand_in regclass, databases text[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -113,7 +117,8 @@ DECLARE
     number integer;
 BEGIN
     WITH removed AS (
-        DELETE FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (databases) RETURNING s.database
+        DELETE FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in AND s.database <> ALL (databases)
+        RETURNING s.database
     ) SELECT string_agg(quote_ident(database), ', ' ORDER BY database) INTO gone FROM removed;
     INSERT INTO pgtrickle.pgt_shards AS s (relid, database, member_relid)
     SELECT stand_in, f.database, f.relid
@@ -126,7 +131,8 @@ BEGIN
         RETURN;
     END IF;
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_shards AS s WHERE s.relid = stand_in)
-       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t WHERE t.relid = stand_in AND t.database_set = '@cluster')
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t
+                       WHERE t.relid = stand_in AND t.database_set = '@cluster')
        AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d WHERE d.through = stand_in) THEN
         RAISE EXCEPTION '% is the last database behind %, which stream tables read', gone, stand_in
             USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those stream tables first.';
@@ -135,7 +141,8 @@ BEGIN
     WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     IF gone IS NOT NULL THEN
         UPDATE pgtrickle.pgt_stream_tables AS s
-        SET reinit_reason = format(CASE WHEN gone LIKE '%%@%%' THEN '%s left the cluster' ELSE '%s left the set of databases' END, gone), next_due = '-infinity'
+        SET reinit_reason = format(CASE WHEN gone LIKE '%%@%%' THEN '%s left the cluster'
+                                        ELSE '%s left the set of databases' END, gone), next_due = '-infinity'
         WHERE s.frontier IS NOT NULL
           AND EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     ELSE -- looked at, at once

@@ -7,10 +7,13 @@ AS $$
 DECLARE
     most_waiting CONSTANT integer := 1000;
 BEGIN
-    IF (SELECT count(*) FROM (SELECT FROM pgtrickle.pgt_requests AS r WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
+    IF (SELECT count(*)
+        FROM (SELECT FROM pgtrickle.pgt_requests AS r
+              WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
                               LIMIT most_waiting) AS waiting) >= most_waiting THEN
         RAISE EXCEPTION 'role % has % requests waiting', quote_ident(caller), most_waiting
-            USING ERRCODE = 'program_limit_exceeded', HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
+            USING ERRCODE = 'program_limit_exceeded',
+                  HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
     END IF;
 END
 $$;
@@ -40,14 +43,16 @@ CREATE OR REPLACE FUNCTION pgtrickle._warn_without_service() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services
+                   WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
         RAISE WARNING 'no pgtrickle service seen in the last minute'
             USING HINT = 'Start one with `pgtrickle run`, or serve what is waiting with `pgtrickle run --once`.';
     END IF;
 END
 $$;
 
-CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL, kind text DEFAULT 'REFRESH') RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle._request(id bigint, key text DEFAULT NULL, kind text DEFAULT 'REFRESH')
+RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -55,7 +60,8 @@ DECLARE
 BEGIN
     IF pg_is_in_recovery() THEN
         RAISE EXCEPTION 'a standby cannot refresh stream tables'
-            USING ERRCODE = 'read_only_sql_transaction', HINT = 'Ask on the primary; the result arrives here by replication.';
+            USING ERRCODE = 'read_only_sql_transaction',
+                  HINT = 'Ask on the primary; the result arrives here by replication.';
     END IF;
     request := pgtrickle._gate('request', jsonb_build_object('id', id, 'key', key, 'kind', kind))::bigint;
     PERFORM pgtrickle._warn_without_service();
@@ -70,7 +76,8 @@ AS $$
 $$;
 
 -- For schedulers of others: asked again under the same key (the run of a job, say), it is the same request.
-CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text, request_key text DEFAULT NULL) RETURNS bigint
+CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text, request_key text DEFAULT NULL)
+RETURNS bigint
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._request(pgtrickle._require_id(stream_table_name), request_key)
@@ -78,8 +85,10 @@ $$;
 
 -- The requests of the role that looks. It reads with the rights of its owner.
 CREATE OR REPLACE VIEW pgtrickle.pgt_own_requests WITH (security_barrier) AS
-SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, r.status, r.requested_at, r.finished_at,
-       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN r.error WHEN r.error IS NOT NULL THEN pgtrickle._redacted() END AS error
+SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, r.status, r.requested_at,
+       r.finished_at,
+       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN r.error
+            WHEN r.error IS NOT NULL THEN pgtrickle._redacted() END AS error
 FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
 WHERE r.requested_by = current_user;
 
@@ -88,7 +97,8 @@ CREATE OR REPLACE FUNCTION pgtrickle.request_status(request bigint)
 RETURNS TABLE (stream_table text, status text, error text, requested_at timestamptz, finished_at timestamptz)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT r.stream_table, r.status, r.error, r.requested_at, r.finished_at FROM pgtrickle.pgt_own_requests AS r WHERE r.request_id = request
+    SELECT r.stream_table, r.status, r.error, r.requested_at, r.finished_at FROM pgtrickle.pgt_own_requests AS r
+    WHERE r.request_id = request
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._request_state(request bigint) RETURNS TABLE (status text, error text)
@@ -98,7 +108,8 @@ AS $$
 $$;
 
 -- Returns when a request is done. No SET here: a procedure that commits cannot have it.
-CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval, what text DEFAULT 'refresh')
+CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval,
+                                             what text DEFAULT 'refresh')
 LANGUAGE plpgsql
 AS $$
 DECLARE
@@ -114,7 +125,10 @@ BEGIN
         ELSIF state.status = 'FAILED' THEN
             RAISE EXCEPTION 'the % of % failed: %', what, name, state.error
                 USING ERRCODE = 'external_routine_exception',
-                      HINT = CASE what WHEN 'refresh' THEN pg_catalog.format('SELECT * FROM pgtrickle.get_refresh_history(%L) tells more.', name)
+                      HINT = CASE what
+                                  WHEN 'refresh' THEN
+                                      pg_catalog.format('SELECT * FROM pgtrickle.get_refresh_history(%L) tells more.',
+                                                        name)
                                   ELSE '`pgtrickle verify` shows the rows.' END;
         ELSIF state.status IS NULL THEN
             RAISE EXCEPTION 'stream table % was dropped before its %', name, what USING ERRCODE = 'undefined_table';
@@ -130,7 +144,8 @@ END
 $$;
 
 -- Files a request, commits it, and returns when it is done.
-CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute', request_key text DEFAULT NULL)
+CREATE OR REPLACE PROCEDURE pgtrickle.refresh_and_wait(name text, timeout interval DEFAULT '1 minute',
+                                                       request_key text DEFAULT NULL)
 LANGUAGE plpgsql
 AS $$
 DECLARE

@@ -5,29 +5,36 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     told jsonb := jsonb_build_object('event', event, 'at', clock_timestamp())
-        || coalesce((SELECT jsonb_build_object('pgt_id', s.pgt_id, 'stream_table', format('%I.%I', s.pgt_schema, s.pgt_name))
+        ||
+            coalesce((SELECT jsonb_build_object('pgt_id', s.pgt_id,
+                                                'stream_table', format('%I.%I', s.pgt_schema, s.pgt_name))
                      FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about), '{}')
         || coalesce(details, '{}');
 BEGIN
     INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit_event.event, about, told);
-    -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at most.
+    -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at
+    -- most.
     IF pgtrickle._setting('connection_pooler_mode') <> 'transaction'
-       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
-        -- Everybody can listen: messages, which may quote data, are not among what is sent. events() shows them to those who may see them.
+       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
+                       WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
+        -- Everybody can listen: messages, which may quote data, are not among what is sent. events() shows them to
+        -- those who may see them.
         PERFORM pg_notify('pgtrickle_alert', left((told - 'reason' - 'error')::text, 7900));
     END IF;
 END
 $$;
 
 CREATE OR REPLACE VIEW pgtrickle.pgt_visible_events WITH (security_barrier) AS
-SELECT e.at, e.event, e.pgt_id, CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN e.payload ELSE e.payload - 'reason' - 'error' END AS payload
+SELECT e.at, e.event, e.pgt_id,
+       CASE WHEN pgtrickle._may_see(s.pgt_relid) THEN e.payload ELSE e.payload - 'reason' - 'error' END AS payload
 FROM pgtrickle.pgt_events AS e LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id);
 
 CREATE OR REPLACE FUNCTION pgtrickle.events(since timestamptz DEFAULT now() - interval '1 hour')
 RETURNS TABLE (at timestamptz, channel text, event text, pgt_id bigint, payload jsonb)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT e.at, 'pgtrickle_alert', e.event, e.pgt_id, e.payload FROM pgtrickle.pgt_visible_events AS e WHERE e.at >= since
+    SELECT e.at, 'pgtrickle_alert', e.event, e.pgt_id, e.payload FROM pgtrickle.pgt_visible_events AS e
+    WHERE e.at >= since
     UNION ALL
     -- Failures are told on the other channel, once for all that fail in the same way; the history has each of them.
     SELECT h.end_time, 'pg_trickle_refresh', 'refresh_completed', h.pgt_id, pgtrickle._refresh_payload(h)
@@ -43,7 +50,8 @@ AS $$
     FROM pgtrickle.pgt_events AS e
     -- One that crashes again and again is seen in between.
     WHERE e.event = 'not_served'
-      AND e.at > coalesce((SELECT max(h.last_seen) FROM pgtrickle.pgt_services AS h WHERE h.kind = 'service'), '-infinity')
+      AND e.at > coalesce((SELECT max(h.last_seen) FROM pgtrickle.pgt_services AS h WHERE h.kind = 'service'),
+                          '-infinity')
                  - interval '1 minute'
     ORDER BY e.at DESC LIMIT 1
 $$;
@@ -55,7 +63,8 @@ AS $$
     SELECT jsonb_strip_nulls(jsonb_build_object(
         'event', 'refresh_completed', 'at', h.end_time,
         'pgt_id', h.pgt_id, 'stream_table', format('%I.%I', h.pgt_schema, h.pgt_name), 'refresh_id', h.refresh_id,
-        'action', h.action, 'initiated_by', h.initiated_by, 'rows_inserted', h.rows_inserted, 'rows_deleted', h.rows_deleted,
+        'action', h.action, 'initiated_by', h.initiated_by, 'rows_inserted', h.rows_inserted, 'rows_deleted',
+        h.rows_deleted,
         'seconds', round(extract(epoch FROM h.end_time - h.start_time), 6)))
 $$;
 
@@ -141,19 +150,25 @@ BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'reset the fuse of');
     IF action = 'skip_changes' THEN
         RAISE EXCEPTION 'changes cannot be skipped: the stream table would no longer be what its query says'
-            USING ERRCODE = 'feature_not_supported', HINT = 'Undo the changes in the source and apply, or reinitialize.';
+            USING ERRCODE = 'feature_not_supported',
+                  HINT = 'Undo the changes in the source and apply, or reinitialize.';
     ELSIF action NOT IN ('apply', 'reinitialize') THEN
         RAISE EXCEPTION 'action cannot be %', quote_literal(action)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'It is apply or reinitialize.';
     END IF;
     UPDATE pgtrickle.pgt_stream_tables
-    SET fuse_blown_at = NULL, fuse_passes = true, alerted = NULL, consecutive_errors = 0, counted_errors = 0, status = 'ACTIVE', status_reason = NULL,
+    SET fuse_blown_at = NULL, fuse_passes = true, alerted = NULL, consecutive_errors = 0, counted_errors = 0,
+        status = 'ACTIVE', status_reason = NULL,
         last_error = NULL, next_due = '-infinity',
-        reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset by starting over' ELSE reinit_reason END
+        reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset by starting over'
+                             ELSE reinit_reason END
     WHERE pgt_id = id AND fuse_blown_at IS NOT NULL;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'the fuse of stream table % is not blown', (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
-            USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'SELECT * FROM pgtrickle.fuse_status() lists all fuses.';
+        RAISE EXCEPTION 'the fuse of stream table % is not blown', (SELECT s.pgt_relid
+                                                                    FROM pgtrickle.pgt_stream_tables AS s
+                                                                    WHERE s.pgt_id = id)
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                  HINT = 'SELECT * FROM pgtrickle.fuse_status() lists all fuses.';
     END IF;
     PERFORM pgtrickle._notify_services(format('altered %s', id));
 END
@@ -162,14 +177,16 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle.reset_fuse(name text, action text DEFAULT 'apply') RETURNS void
 LANGUAGE sql
 AS $$
-    SELECT pgtrickle._gate('reset_fuse', pg_catalog.jsonb_build_object('id', pgtrickle._require_id(name), 'action', action))
+    SELECT pgtrickle._gate('reset_fuse',
+                           pg_catalog.jsonb_build_object('id', pgtrickle._require_id(name), 'action', action))
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle.fuse_status()
 RETURNS TABLE (pgt_schema text, pgt_name text, fuse_ceiling bigint, blown_at timestamptz, reason text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT s.pgt_schema, s.pgt_name, coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint), s.fuse_blown_at,
+    SELECT s.pgt_schema, s.pgt_name, coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint),
+           s.fuse_blown_at,
            CASE WHEN s.fuse_blown_at IS NOT NULL THEN s.status_reason END
     FROM pgtrickle.pgt_visible_stream_tables AS s ORDER BY 1, 2
 $$;
@@ -208,11 +225,13 @@ AS $$
 DECLARE
     request bigint;
 BEGIN
-    IF NOT has_table_privilege(caller, (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader), 'SELECT')
+    IF NOT has_table_privilege(caller, (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s
+                                        WHERE s.pgt_id = reader), 'SELECT')
        OR id NOT IN (SELECT u.pgt_id FROM pgtrickle._upstream_ids(reader) AS u) THEN
         RAISE EXCEPTION 'role % may not read stream table %', quote_ident(caller),
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = reader)
-            USING ERRCODE = 'insufficient_privilege', HINT = 'Whoever may SELECT from it may wait for it: ask its owner for GRANT SELECT.';
+            USING ERRCODE = 'insufficient_privilege',
+                  HINT = 'Whoever may SELECT from it may wait for it: ask its owner for GRANT SELECT.';
     END IF;
     IF NOT pgtrickle._has_pending_changes(id) THEN
         RETURN NULL;
@@ -237,7 +256,8 @@ DECLARE
 BEGIN
     FOREACH id IN ARRAY behind LOOP
         COMMIT;
-        request := pgtrickle._gate('ask_for_changes', pg_catalog.jsonb_build_object('reader', reader, 'id', id))::bigint;
+        request := pgtrickle._gate('ask_for_changes',
+                                   pg_catalog.jsonb_build_object('reader', reader, 'id', id))::bigint;
         IF request IS NOT NULL THEN
             PERFORM pgtrickle._warn_without_service();
             COMMIT;

@@ -1,11 +1,14 @@
--- What writes the catalog. These functions run behind the gate, which knows the caller; each checks that the caller may act for the owner of what
--- it is about.
+-- What writes the catalog. These functions run behind the gate, which knows the caller; each checks that the caller
+-- may act for the owner of what it is about.
 
--- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator reads as they are.
-CREATE OR REPLACE FUNCTION pgtrickle._resolved_sources(view regclass, through_coordinator boolean DEFAULT false) RETURNS TABLE (relation regclass, columns smallint[], through regclass)
+-- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator
+-- reads as they are.
+CREATE OR REPLACE FUNCTION pgtrickle._resolved_sources(view regclass, through_coordinator boolean DEFAULT false)
+RETURNS TABLE (relation regclass, columns smallint[], through regclass)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT r.relation, coalesce(array_agg(DISTINCT c ORDER BY c) FILTER (WHERE c IS NOT NULL), '{}'), max(r.through::oid)::regclass
+    SELECT r.relation, coalesce(array_agg(DISTINCT c ORDER BY c) FILTER (WHERE c IS NOT NULL), '{}'),
+           max(r.through::oid)::regclass
     FROM (SELECT s.relation, s.columns, NULL::regclass AS through
           FROM pgtrickle._sources(view) AS s
           WHERE NOT EXISTS (SELECT FROM pgtrickle.pgt_sharded_tables AS t
@@ -13,14 +16,17 @@ AS $$
           UNION ALL
           SELECT m.member_relid,
                  ARRAY(SELECT a.attnum FROM pg_attribute AS a JOIN pg_attribute AS u ON u.attname = a.attname
-                       WHERE a.attrelid = m.member_relid AND NOT a.attisdropped AND u.attrelid = s.relation AND u.attnum = ANY (s.columns)),
+                       WHERE a.attrelid = m.member_relid AND NOT a.attisdropped AND u.attrelid = s.relation
+                         AND u.attnum = ANY (s.columns)),
                  m.relid
           FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_shards AS m ON m.relid = s.relation
-          JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid AND NOT (through_coordinator AND t.database_set = '@cluster')
+          JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid
+            AND NOT (through_coordinator AND t.database_set = '@cluster')
           UNION ALL
           -- What the coordinator has of a distributed table is read here, as the table itself.
           SELECT s.relation, s.columns, s.relation
-          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation AND t.database_set = '@cluster'
+          FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation
+              AND t.database_set = '@cluster'
           WHERE NOT through_coordinator) AS r
     LEFT JOIN LATERAL unnest(r.columns) AS c ON true
     GROUP BY r.relation
@@ -37,22 +43,27 @@ DECLARE
     signatures jsonb;
     path text;
 BEGIN
-    SELECT jsonb_object_agg(source_relid::oid, capture_signature) INTO signatures FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
+    SELECT jsonb_object_agg(source_relid::oid, capture_signature) INTO signatures FROM pgtrickle.pgt_dependencies
+    WHERE pgt_id = id;
     DELETE FROM pgtrickle.pgt_dependencies WHERE pgt_id = id;
     INSERT INTO pgtrickle.pgt_dependencies
-        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name, capture_signature, through,
+        (pgt_id, source_relid, source_schema, source_name, source_type, columns_used, source_stable_name,
+         capture_signature, through,
          source_placement)
     SELECT id, source.relation, n.nspname, c.relname,
            CASE WHEN whole AND pgtrickle._is_distributed(source.relation) THEN 'DISTRIBUTED'
-                WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN 'STREAM_TABLE'
+                WHEN EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS u WHERE u.pgt_relid = source.relation) THEN
+                    'STREAM_TABLE'
                 WHEN f.relid IS NOT NULL THEN 'OTHER_DATABASE'
-                WHEN NOT pgtrickle._can_capture(source.relation) THEN CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END
+                WHEN NOT pgtrickle._can_capture(source.relation) THEN
+                    CASE c.relkind WHEN 'm' THEN 'MATVIEW' ELSE 'FOREIGN_TABLE' END
                 WHEN c.relkind = 'p' THEN 'PARTITIONED' ELSE 'TABLE' END,
            source.columns,
            coalesce(f.database || '/' || f.source_stable_name, pgtrickle._stable_name(source.relation)),
            signatures ->> source.relation::oid::text, source.through,
            pgtrickle._citus_placement(coalesce(source.through, source.relation))
-    FROM pgtrickle._resolved_sources((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole) AS source
+    FROM pgtrickle._resolved_sources((SELECT view_relid FROM pgtrickle.pgt_stream_tables WHERE pgt_id = id), whole)
+        AS source
     JOIN pg_class AS c ON c.oid = source.relation
     JOIN pg_namespace AS n ON n.oid = c.relnamespace
     LEFT JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = source.relation;
@@ -61,7 +72,8 @@ BEGIN
     WHERE d.pgt_id = id GROUP BY f.database, f.source_relid, f.source_schema, f.source_name HAVING count(*) > 1;
     IF FOUND THEN
         RAISE EXCEPTION 'the query names table % in two ways', path
-            USING ERRCODE = 'feature_not_supported', HINT = 'Use one name for it: its own in three parts, or one foreign table.';
+            USING ERRCODE = 'feature_not_supported',
+                  HINT = 'Use one name for it: its own in three parts, or one foreign table.';
     END IF;
 
     -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
@@ -80,7 +92,8 @@ BEGIN
             EXIT WHEN reader = own;
         END LOOP;
         RAISE EXCEPTION 'stream table % would read itself: it reads %', own, path
-            USING ERRCODE = 'invalid_object_definition', HINT = 'Take it, and the stream tables that read it, out of the query.';
+            USING ERRCODE = 'invalid_object_definition',
+                  HINT = 'Take it, and the stream tables that read it, out of the query.';
     END IF;
 END
 $$;
@@ -95,9 +108,12 @@ AS $$
 DECLARE
     problem text;
 BEGIN
-    IF NOT pgtrickle._acts_for(caller, (SELECT c.relowner FROM pg_class AS c WHERE c.oid = storage AND c.relkind = 'r')) THEN
-        RAISE EXCEPTION 'role % may not register %', quote_ident(caller), coalesce(storage::text, 'NULL') USING ERRCODE = 'insufficient_privilege';
-    ELSIF (SELECT c.oid FROM pg_class AS c WHERE c.relnamespace = 'pgtrickle_views'::regnamespace AND c.relname = 'q_' || id AND c.relkind = 'v')
+    IF NOT pgtrickle._acts_for(caller, (SELECT c.relowner FROM pg_class AS c
+                                        WHERE c.oid = storage AND c.relkind = 'r')) THEN
+        RAISE EXCEPTION 'role % may not register %', quote_ident(caller), coalesce(storage::text, 'NULL')
+            USING ERRCODE = 'insufficient_privilege';
+    ELSIF (SELECT c.oid FROM pg_class AS c WHERE c.relnamespace = 'pgtrickle_views'::regnamespace
+             AND c.relname = 'q_' || id AND c.relkind = 'v')
               IS DISTINCT FROM view::oid
        -- Given out by _next_id() in this session: under an earlier one there may be messages of somebody else's.
        OR id IS DISTINCT FROM currval('pgtrickle.pgt_stream_tables_pgt_id_seq') THEN
@@ -111,7 +127,8 @@ BEGIN
     END IF;
     -- One that was renamed since has given its name free.
     UPDATE pgtrickle.pgt_stream_tables AS s SET pgt_schema = n.nspname, pgt_name = c.relname
-    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace, pg_class AS new JOIN pg_namespace AS m ON m.oid = new.relnamespace
+    FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace, pg_class AS new
+    JOIN pg_namespace AS m ON m.oid = new.relnamespace
     WHERE c.oid = s.pgt_relid AND new.oid = storage AND (s.pgt_schema, s.pgt_name) = (m.nspname, new.relname);
     INSERT INTO pgtrickle.pgt_stream_tables (
         pgt_id, pgt_schema, pgt_name, pgt_relid, view_relid, defining_query, schedule, refresh_mode,
@@ -133,7 +150,8 @@ $$;
 
 -- NULL leaves a value as it is.
 CREATE OR REPLACE FUNCTION pgtrickle._update_stream_table(
-    caller name, id bigint, query text, schedule text, refresh_mode text, status text, pooler_compatibility_mode boolean, placement text,
+    caller name, id bigint, query text, schedule text, refresh_mode text, status text,
+    pooler_compatibility_mode boolean, placement text,
     session_settings jsonb, tier text, fuse_ceiling bigint, lost_members text)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -142,15 +160,18 @@ AS $$
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'alter');
     IF _update_stream_table.query IS NOT NULL THEN
-        -- An old snapshot does not see what others have begun to read; nor do two at once see each other: there would be cycles.
+        -- An old snapshot does not see what others have begun to read; nor do two at once see each other: there would
+        -- be cycles.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
-            RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %', current_setting('transaction_isolation')
+            RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %',
+                    current_setting('transaction_isolation')
                 USING ERRCODE = 'active_sql_transaction', HINT = 'Use a READ COMMITTED transaction.';
         END IF;
         PERFORM pgtrickle._lock('queries');
     END IF;
     IF _update_stream_table.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
-                                             WHERE s.pgt_id = id AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
+                                             WHERE s.pgt_id = id
+                                               AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
         status := coalesce(_update_stream_table.status, 'ACTIVE'); -- it was suspended for want of a query
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET
@@ -159,24 +180,32 @@ BEGIN
         session_settings = coalesce(_update_stream_table.session_settings, s.session_settings),
         schedule = coalesce(_update_stream_table.schedule, s.schedule),
         refresh_mode = coalesce(_update_stream_table.refresh_mode, s.refresh_mode),
-        pooler_compatibility_mode = coalesce(_update_stream_table.pooler_compatibility_mode, s.pooler_compatibility_mode),
+        pooler_compatibility_mode = coalesce(_update_stream_table.pooler_compatibility_mode,
+                                             s.pooler_compatibility_mode),
         placement = coalesce(_update_stream_table.placement, s.placement),
-        status = coalesce(CASE WHEN _update_stream_table.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING' ELSE _update_stream_table.status END, s.status),
-        status_reason = CASE _update_stream_table.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL ELSE s.status_reason END,
+        status = coalesce(CASE WHEN _update_stream_table.status = 'ACTIVE' AND s.frontier IS NULL THEN 'INITIALIZING'
+                               ELSE _update_stream_table.status END, s.status),
+        status_reason = CASE _update_stream_table.status WHEN 'SUSPENDED' THEN 'by request' WHEN 'ACTIVE' THEN NULL
+                             ELSE s.status_reason END,
         consecutive_errors = CASE _update_stream_table.status WHEN 'ACTIVE' THEN 0 ELSE s.consecutive_errors END,
         last_error = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.last_error END,
         counted_errors = CASE _update_stream_table.status WHEN 'ACTIVE' THEN 0 ELSE s.counted_errors END,
         alerted = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.alerted END,
         fuse_blown_at = CASE _update_stream_table.status WHEN 'ACTIVE' THEN NULL ELSE s.fuse_blown_at END,
-        tier = CASE _update_stream_table.tier WHEN 'auto' THEN NULL ELSE coalesce(_update_stream_table.tier, s.tier) END,
+        tier = CASE _update_stream_table.tier WHEN 'auto' THEN NULL
+                    ELSE coalesce(_update_stream_table.tier, s.tier) END,
         fuse_ceiling = coalesce(_update_stream_table.fuse_ceiling, s.fuse_ceiling),
         lost_members = coalesce(_update_stream_table.lost_members, s.lost_members),
         -- Looked at anew, at once.
         next_due = '-infinity', stretch = 1,
-        reinit_reason = CASE WHEN _update_stream_table.query IS NOT NULL AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
+        reinit_reason = CASE WHEN _update_stream_table.query IS NOT NULL
+                             AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
         -- Forget the mode if the query changed, or if the new mode rules it out; the next refresh decides.
-        effective_mode = CASE WHEN _update_stream_table.query IS NULL AND coalesce(_update_stream_table.refresh_mode, 'AUTO') IN ('AUTO', s.effective_mode) THEN s.effective_mode END,
-        mode_reason = CASE WHEN coalesce(_update_stream_table.query, _update_stream_table.refresh_mode) IS NULL THEN s.mode_reason END,
+        effective_mode = CASE WHEN _update_stream_table.query IS NULL
+                              AND coalesce(_update_stream_table.refresh_mode, 'AUTO') IN ('AUTO',
+                                      s.effective_mode) THEN s.effective_mode END,
+        mode_reason = CASE WHEN coalesce(_update_stream_table.query, _update_stream_table.refresh_mode) IS NULL THEN
+                           s.mode_reason END,
         updated_at = now()
     WHERE s.pgt_id = id;
     IF _update_stream_table.query IS NOT NULL THEN
@@ -200,7 +229,8 @@ $$;
 -- Removes what is left of stream tables whose table was dropped by hand. The views and functions are their former
 -- owners', but in a schema of ours. What somebody has locked waits for the next call.
 CREATE OR REPLACE FUNCTION pgtrickle._forget_dropped() RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning SET lock_timeout = '200ms'
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
+    SET lock_timeout = '200ms'
 AS $$
 DECLARE
     gone bigint;
@@ -216,7 +246,8 @@ BEGIN
                 NULL; -- a view of somebody's on it, or something else of that name: it stays, and stops nobody else
             END;
             EXECUTE format('DROP TABLE IF EXISTS pgtrickle_views.%I', 'state_' || gone);
-            EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone); -- of an earlier version
+            -- of an earlier version
+            EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text)', 'read_' || gone);
             EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'read_' || gone);
             EXECUTE format('DROP FUNCTION IF EXISTS pgtrickle_views.%I(text, text[])', 'write_' || gone);
             DELETE FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = gone;

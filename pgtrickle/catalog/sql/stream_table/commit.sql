@@ -1,9 +1,11 @@
--- What a refresh needs that changes a stream table of another role than the service's: see pgtrickle/postgres/fence.py and decision 019.
+-- What a refresh needs that changes a stream table of another role than the service's: see pgtrickle/postgres/fence.py
+-- and decision 019.
 
--- Raises if something of an owner is left to run when the transaction of `backend` commits, where it would run with the session's rights: deferrable
--- triggers and constraints of tables that it wrote to. Foreign keys are among them: planning their check may run code in index expressions. `ddl` says
--- that we altered tables ourselves.
-CREATE OR REPLACE FUNCTION pgtrickle._check_commit(backend integer DEFAULT pg_backend_pid(), ddl boolean DEFAULT false) RETURNS void
+-- Raises if something of an owner is left to run when the transaction of `backend` commits, where it would run with
+-- the session's rights: deferrable triggers and constraints of tables that it wrote to. Foreign keys are among them:
+-- planning their check may run code in index expressions. `ddl` says that we altered tables ourselves.
+CREATE OR REPLACE FUNCTION pgtrickle._check_commit(backend integer DEFAULT pg_backend_pid(), ddl boolean DEFAULT false)
+RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
@@ -17,7 +19,8 @@ BEGIN
     WHERE l.pid = backend AND l.locktype = 'relation' AND l.granted AND NOT ddl
       AND l.mode IN ('ShareLock', 'ShareRowExclusiveLock', 'ExclusiveLock', 'AccessExclusiveLock')
       AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
-      AND c.relnamespace NOT IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace, 'pgtrickle_views'::regnamespace)
+      AND c.relnamespace NOT IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace,
+                                 'pgtrickle_views'::regnamespace)
       AND NOT EXISTS (SELECT FROM pg_namespace AS n WHERE n.oid = c.relnamespace AND n.nspname = 'pg_toast')
     LIMIT 1;
     IF FOUND THEN
@@ -29,12 +32,14 @@ BEGIN
     FROM pg_lock_status() AS l
     JOIN pg_trigger AS t ON t.tgrelid = l.relation AND t.tgdeferrable
     LEFT JOIN pg_constraint AS c ON c.oid = t.tgconstraint
-    WHERE l.pid = backend AND l.locktype = 'relation' AND l.granted AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
+    WHERE l.pid = backend AND l.locktype = 'relation' AND l.granted
+      AND l.mode NOT IN ('AccessShareLock', 'RowShareLock')
       AND l.database = (SELECT d.oid FROM pg_database AS d WHERE d.datname = current_database())
       AND t.tgrelid <> 'pgtrickle.pgt_openings'::regclass
     LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'constraint or trigger % of % is deferrable: it would run with the rights of the service', quote_ident(waiting.name), waiting.relation
+        RAISE EXCEPTION 'constraint or trigger % of % is deferrable: it would run with the rights of the service',
+                quote_ident(waiting.name), waiting.relation
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Make it NOT DEFERRABLE, or take it off: a refresh of the stream table writes to that table.';
     END IF;
@@ -42,19 +47,23 @@ END
 $$;
 
 -- A fresh table for the state of a stream table's groups. It is the catalog's, and its owner may write to it.
-CREATE OR REPLACE FUNCTION pgtrickle._make_state(id bigint, names text[], types text[], collations text[], keys integer) RETURNS void
+CREATE OR REPLACE FUNCTION pgtrickle._make_state(id bigint, names text[], types text[], collations text[],
+                                                 keys integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     state text := format('pgtrickle_views.%I', 'state_' || id);
 BEGIN
     EXECUTE format('DROP TABLE IF EXISTS %s', state);
-    EXECUTE format('CREATE TABLE %s (%s, known boolean NOT NULL DEFAULT false%s, UNIQUE NULLS NOT DISTINCT (%s))', state,
-        (SELECT string_agg(format('%I %s%s%s', c.name, pgtrickle._checked_type(c.type), ' COLLATE ' || c.coll::regcollation,
+    EXECUTE format('CREATE TABLE %s (%s, known boolean NOT NULL DEFAULT false%s, UNIQUE NULLS NOT DISTINCT (%s))',
+                   state,
+        (SELECT string_agg(format('%I %s%s%s', c.name, pgtrickle._checked_type(c.type),
+                                  ' COLLATE ' || c.coll::regcollation,
                                   CASE WHEN c.n > keys THEN ' NOT NULL' END), ', ' ORDER BY c.n)
          FROM unnest(names, types, collations) WITH ORDINALITY AS c (name, type, coll, n)),
         CASE WHEN keys = 0 THEN ', singleton boolean NOT NULL DEFAULT true' END,
-        coalesce((SELECT string_agg(quote_ident(k), ', ' ORDER BY n) FROM unnest(names[1 : keys]) WITH ORDINALITY AS u (k, n)), 'singleton'));
+        coalesce((SELECT string_agg(quote_ident(k), ', ' ORDER BY n)
+                  FROM unnest(names[1 : keys]) WITH ORDINALITY AS u (k, n)), 'singleton'));
     PERFORM pgtrickle._protect(state::regclass);
     IF keys > 0 THEN
         -- Groups without rows are found and removed without reading the others.
@@ -64,13 +73,15 @@ BEGIN
 END
 $$;
 
--- Lets the owner of a stream table, and nobody else, write to its state: after it was made, and after the owner changed.
+-- Lets the owner of a stream table, and nobody else, write to its state: after it was made, and after the owner
+-- changed.
 CREATE OR REPLACE FUNCTION pgtrickle._grant_state(id bigint) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     state regclass := to_regclass(format('pgtrickle_views.%I', 'state_' || id));
-    owner oid := (SELECT c.relowner FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id);
+    owner oid := (SELECT c.relowner FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid
+                  WHERE s.pgt_id = id);
     other oid;
 BEGIN
     IF state IS NULL OR (SELECT c.relowner = owner FROM pg_class AS c WHERE c.oid = state) THEN

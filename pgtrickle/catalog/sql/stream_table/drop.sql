@@ -1,14 +1,16 @@
 -- Dropping stream tables.
 
--- Before stream tables are dropped: keeps refreshes of them out, in the order in which a refresh takes its locks. First the views, then the rows; the
--- tables come after both. What stands in the way of a view leaves it, as _forget_dropped() does.
+-- Before stream tables are dropped: keeps refreshes of them out, in the order in which a refresh takes its locks.
+-- First the views, then the rows; the tables come after both. What stands in the way of a view leaves it, as
+-- _forget_dropped() does.
 CREATE OR REPLACE FUNCTION pgtrickle._lock_for_drop(caller name, ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 DECLARE
     view text;
 BEGIN
-    PERFORM pgtrickle._require_owner(caller, s.pgt_id, 'drop') FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid
+    PERFORM pgtrickle._require_owner(caller, s.pgt_id, 'drop') FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pg_class AS c ON c.oid = s.pgt_relid
     WHERE s.pgt_id = ANY (ids);
     FOR view IN SELECT 'q_' || id FROM unnest(ids) AS id ORDER BY ('q_' || id) COLLATE "C" LOOP
         BEGIN
@@ -32,7 +34,8 @@ AS $$
         JOIN pgtrickle.pgt_stream_tables AS s ON s.pgt_id = f.pgt_id
         JOIN pgtrickle.pgt_dependencies AS d ON s.pgt_relid IN (d.source_relid, d.through)
     )
-    SELECT array_agg(each.pgt_id ORDER BY each.depth DESC, each.pgt_id) FROM (SELECT f.pgt_id, max(f.depth) AS depth FROM found AS f GROUP BY 1) AS each
+    SELECT array_agg(each.pgt_id ORDER BY each.depth DESC, each.pgt_id)
+    FROM (SELECT f.pgt_id, max(f.depth) AS depth FROM found AS f GROUP BY 1) AS each
 $$;
 
 CREATE OR REPLACE FUNCTION pgtrickle._drop(id bigint, cascade boolean, name text) RETURNS void
@@ -42,37 +45,45 @@ DECLARE
     gone bigint[];
     dropped record;
     -- Another transaction may have dropped it since its name was looked up.
-    label text := coalesce((SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id), name);
+    label text := coalesce((SELECT format('%I.%I', s.pgt_schema, s.pgt_name) FROM pgtrickle.pgt_stream_tables AS s
+                            WHERE s.pgt_id = id), name);
     former text := pgtrickle._disable_ddl_propagation();
 BEGIN
     BEGIN
-        -- Those that begin to read it while this waits for locks hold one on its table, and are seen in the next round.
+        -- Those that begin to read it while this waits for locks hold one on its table, and are seen in the next
+        -- round.
         LOOP
             gone := pgtrickle._id_with_readers(id);
             IF cardinality(gone) > 1 AND NOT cascade THEN
                 RAISE EXCEPTION 'stream table % is read by %', label,
-                        (SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ' ORDER BY s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
+                        (SELECT string_agg(format('%I.%I', s.pgt_schema, s.pgt_name), ', ' ORDER BY s.pgt_id)
+                         FROM pgtrickle.pgt_stream_tables AS s
                          WHERE s.pgt_id = ANY (gone) AND s.pgt_id <> id)
-                    USING ERRCODE = 'dependent_objects_still_exist', HINT = 'Drop those first, or drop them too with cascade => true.';
+                    USING ERRCODE = 'dependent_objects_still_exist',
+                          HINT = 'Drop those first, or drop them too with cascade => true.';
             END IF;
             PERFORM pgtrickle._gate('lock_for_drop', jsonb_build_object('ids', gone));
             FOR dropped IN
-                SELECT s.pgt_relid FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n) JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
-                JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.st_placement NOT IN ('reference', 'distributed') ORDER BY g.n
+                SELECT s.pgt_relid FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n)
+                JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+                JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.st_placement NOT IN ('reference', 'distributed')
+                ORDER BY g.n
             LOOP
                 EXECUTE format('LOCK TABLE %s IN ACCESS EXCLUSIVE MODE', dropped.pgt_relid);
             END LOOP;
             EXIT WHEN pgtrickle._id_with_readers(id) = gone;
         END LOOP;
     EXCEPTION WHEN lock_not_available THEN
-        RAISE EXCEPTION 'stream table % cannot be dropped: it is being refreshed, or another transaction uses it', label
+        RAISE EXCEPTION 'stream table % cannot be dropped: it is being refreshed, or another transaction uses it',
+                label
             USING ERRCODE = 'lock_not_available', HINT = 'Try again when that has ended, or raise lock_timeout.';
     END;
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id) THEN
         RAISE EXCEPTION 'stream table % was dropped by another transaction', label USING ERRCODE = 'undefined_object';
     END IF;
     FOR dropped IN
-        SELECT s.pgt_relid, s.st_placement FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n) JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
+        SELECT s.pgt_relid, s.st_placement FROM unnest(gone) WITH ORDINALITY AS g (pgt_id, n)
+        JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
         JOIN pg_class AS c ON c.oid = s.pgt_relid ORDER BY g.n
     LOOP
         IF dropped.st_placement IN ('reference', 'distributed') THEN

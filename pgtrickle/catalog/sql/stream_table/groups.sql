@@ -1,15 +1,19 @@
--- Groups by request: stream tables that readers see at one moment, whatever they read. Diamonds are groups without being asked.
+-- Groups by request: stream tables that readers see at one moment, whatever they read. Diamonds are groups without
+-- being asked.
 
-CREATE OR REPLACE FUNCTION pgtrickle.create_refresh_group(name text, members text[], isolation text DEFAULT 'repeatable_read')
+CREATE OR REPLACE FUNCTION pgtrickle.create_refresh_group(name text, members text[],
+                                                          isolation text DEFAULT 'repeatable_read')
 RETURNS void
 LANGUAGE plpgsql
 AS $$
 DECLARE
-    ids bigint[] := ARRAY(SELECT DISTINCT pgtrickle._require_id(member) FROM pg_catalog.unnest(members) AS m (member) ORDER BY 1);
+    ids bigint[] := ARRAY(SELECT DISTINCT pgtrickle._require_id(member) FROM pg_catalog.unnest(members) AS m (member)
+                          ORDER BY 1);
 BEGIN
     IF pg_catalog.lower(isolation) IS DISTINCT FROM 'repeatable_read' THEN
         RAISE EXCEPTION 'isolation cannot be %', pg_catalog.quote_nullable(isolation)
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Use repeatable_read: readers see all members at one moment.';
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Use repeatable_read: readers see all members at one moment.';
     ELSIF pg_catalog.cardinality(ids) < 2 THEN
         RAISE EXCEPTION 'refresh group % needs at least two stream tables', pg_catalog.quote_ident(name)
             USING ERRCODE = 'invalid_parameter_value';
@@ -29,14 +33,18 @@ BEGIN
         RAISE EXCEPTION 'a refresh group needs a name' USING ERRCODE = 'invalid_parameter_value';
     ELSIF EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s WHERE s.refresh_group = name) THEN
         RAISE EXCEPTION 'there is already a refresh group %', quote_ident(name)
-            USING ERRCODE = 'duplicate_object', HINT = format('SELECT pgtrickle.drop_refresh_group(%L); first, for other members.', name);
+            USING ERRCODE = 'duplicate_object',
+                  HINT = format('SELECT pgtrickle.drop_refresh_group(%L); first, for other members.', name);
     END IF;
-    FOR member IN SELECT * FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = ANY (ids) ORDER BY s.pgt_id FOR NO KEY UPDATE LOOP
+    FOR member IN SELECT * FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = ANY (ids)
+        ORDER BY s.pgt_id FOR NO KEY UPDATE LOOP
         PERFORM pgtrickle._require_owner(caller, member.pgt_id, 'group');
         IF member.refresh_group IS NOT NULL THEN
-            RAISE EXCEPTION 'stream table % is in refresh group % already', member.pgt_relid, quote_ident(member.refresh_group)
+            RAISE EXCEPTION 'stream table % is in refresh group % already', member.pgt_relid,
+                    quote_ident(member.refresh_group)
                 USING ERRCODE = 'object_in_use',
-                      HINT = format('One group per stream table: SELECT pgtrickle.drop_refresh_group(%L);', member.refresh_group);
+                      HINT = format('One group per stream table: SELECT pgtrickle.drop_refresh_group(%L);',
+                                    member.refresh_group);
         END IF;
     END LOOP;
     UPDATE pgtrickle.pgt_stream_tables AS s SET refresh_group = name, updated_at = now() WHERE s.pgt_id = ANY (ids);
@@ -62,7 +70,8 @@ BEGIN
     END LOOP;
     IF NOT found_one THEN
         RAISE EXCEPTION 'there is no refresh group %', quote_nullable(name)
-            USING ERRCODE = 'undefined_object', HINT = 'SELECT * FROM pgtrickle.refresh_groups() lists those there are.';
+            USING ERRCODE = 'undefined_object',
+                  HINT = 'SELECT * FROM pgtrickle.refresh_groups() lists those there are.';
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET refresh_group = NULL, updated_at = now() WHERE s.refresh_group = name;
     PERFORM pgtrickle._notify_services('group ' || name);

@@ -5,21 +5,24 @@ CREATE OR REPLACE FUNCTION pgtrickle._owner_functions(id bigint) RETURNS SETOF r
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT f FROM unnest(ARRAY[to_regprocedure(format('pgtrickle_views.read_%s(text, text[])', id)),
-                               to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id))]) AS f WHERE f IS NOT NULL
+                               to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id))]) AS f
+                                   WHERE f IS NOT NULL
 $$;
 
--- What the service runs with the owner's rights: reading what the query reads, and changing the stream table. The owner cannot alter the text of
--- these functions, for want of the right to create anything in their schema, but can alter their options: to SECURITY INVOKER, say. So they look
--- themselves whether they run with their owner's rights, by names that no search path changes. And whether the session has the rights of the
--- service's role: a login that was the service's before, or that a former owner granted EXECUTE to, has not.
+-- What the service runs with the owner's rights: reading what the query reads, and changing the stream table. The
+-- owner cannot alter the text of these functions, for want of the right to create anything in their schema, but can
+-- alter their options: to SECURITY INVOKER, say. So they look themselves whether they run with their owner's rights,
+-- by names that no search path changes. And whether the session has the rights of the service's role: a login that was
+-- the service's before, or that a former owner granted EXECUTE to, has not.
 CREATE OR REPLACE FUNCTION pgtrickle._owner_function(id bigint, kind text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT format($create$CREATE OR REPLACE FUNCTION pgtrickle_views.%1$I(statement pg_catalog.text, args pg_catalog.text[]) RETURNS %2$s
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS %3$L$create$, kind || '_' || id,
-        CASE kind WHEN 'read' THEN 'SETOF pg_catalog.record' ELSE 'pg_catalog.int8[]' END,
+    SELECT format(E'CREATE OR REPLACE FUNCTION pgtrickle_views.%1$I(statement pg_catalog.text, args pg_catalog.text[])'
+                  ' RETURNS %2$s\nLANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS %3$L',
+        kind || '_' || id, CASE kind WHEN 'read' THEN 'SETOF pg_catalog.record' ELSE 'pg_catalog.int8[]' END,
         E'\n' || rtrim(pgtrickle._fill_template('owner_' || kind, jsonb_build_object(
-            'function', kind || '_' || id, 'signature', format('pgtrickle_views.%s_%s(pg_catalog.text, pg_catalog.text[])', kind, id),
+            'function', kind || '_' || id, 'signature',
+            format('pgtrickle_views.%s_%s(pg_catalog.text, pg_catalog.text[])', kind, id),
             'service_role', 'pgtrickle._service_role()')), E'\n'))
 $$;
 
@@ -31,9 +34,12 @@ AS $$
     UNION ALL
     SELECT pgtrickle._owner_function(id, 'write')
     UNION ALL
-    SELECT format(c.command, format('pgtrickle_views.%1$I(pg_catalog.text, pg_catalog.text[]), pgtrickle_views.%2$I(pg_catalog.text, pg_catalog.text[])',
+    SELECT format(c.command,
+                  format('pgtrickle_views.%1$I(pg_catalog.text, pg_catalog.text[]), '
+                         'pgtrickle_views.%2$I(pg_catalog.text, pg_catalog.text[])',
                                     'read_' || id, 'write_' || id), pgtrickle._service_role())
-    FROM (VALUES ('REVOKE ALL ON FUNCTION %1$s FROM PUBLIC'), ('GRANT EXECUTE ON FUNCTION %1$s TO %2$I')) AS c (command)
+    FROM (VALUES ('REVOKE ALL ON FUNCTION %1$s FROM PUBLIC'), ('GRANT EXECUTE ON FUNCTION %1$s TO %2$I'))
+        AS c (command)
     UNION ALL
     -- To lock the view, and by it what it reads, before a snapshot is taken.
     SELECT format('GRANT SELECT ON pgtrickle_views.%I TO %I', 'q_' || id, pgtrickle._service_role())
@@ -54,7 +60,8 @@ BEGIN
                     FROM pgtrickle._owner_functions(id) AS f (function)
                     JOIN pg_proc AS p ON p.oid = f.function
                     CROSS JOIN LATERAL aclexplode(p.proacl) AS a
-                    WHERE a.grantee NOT IN (0, p.proowner) AND pg_get_userbyid(a.grantee) <> pgtrickle._service_role() LOOP
+                    WHERE a.grantee NOT IN (0, p.proowner)
+                      AND pg_get_userbyid(a.grantee) <> pgtrickle._service_role() LOOP
         EXECUTE format('REVOKE ALL ON FUNCTION %s FROM %s', stranger.function, stranger.role);
     END LOOP;
 END
@@ -64,7 +71,10 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_current(id bigint) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT count(*) = 2 AND bool_and(l.lanname = 'plpgsql' AND strpos(pgtrickle._owner_function(id, split_part(p.proname, '_', 1)), quote_literal(p.prosrc)) > 0)
+    SELECT count(*) = 2
+           AND bool_and(l.lanname = 'plpgsql'
+                        AND strpos(pgtrickle._owner_function(id, split_part(p.proname, '_', 1)),
+                                   quote_literal(p.prosrc)) > 0)
     FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang WHERE p.oid IN (SELECT pgtrickle._owner_functions(id))
 $$;
 
@@ -73,21 +83,24 @@ CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_earlier(id bigint) RET
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT EXISTS (SELECT FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang
-                   WHERE p.oid = to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id)) AND p.prosecdef AND l.lanname = 'plpgsql'
-                     AND regexp_replace(p.prosrc, '\s+', ' ', 'g') = 'DECLARE counts bigint[]; BEGIN IF args IS NULL THEN EXECUTE statement;'
+                   WHERE p.oid = to_regprocedure(format('pgtrickle_views.write_%s(text, text[])', id)) AND p.prosecdef
+                     AND l.lanname = 'plpgsql'
+                     AND regexp_replace(p.prosrc, '\s+', ' ', 'g') = 'DECLARE counts bigint[]; '
+                                                                     'BEGIN IF args IS NULL THEN EXECUTE statement;'
                          ' ELSE EXECUTE statement INTO counts USING args; END IF; RETURN counts; END')
        AND to_regprocedure(format('pgtrickle_views.read_%s(text, text[])', id)) IS NULL
 $$;
 
--- Lets the service renew the functions of a stream table that an earlier version made: it runs what is returned through the old write_<id>(), as the
--- owner, between _open_views() and _close_views().
+-- Lets the service renew the functions of a stream table that an earlier version made: it runs what is returned
+-- through the old write_<id>(), as the owner, between _open_views() and _close_views().
 CREATE OR REPLACE FUNCTION pgtrickle._renew_owner_functions(id bigint) RETURNS SETOF text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._open_views(pg_get_userbyid(c.relowner))
     FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    -- The text of the old function runs once more: it has to be ours. Looked at under the lock: until its end nobody else can alter it.
+    -- The text of the old function runs once more: it has to be ours. Looked at under the lock: until its end nobody
+    -- else can alter it.
     IF NOT pgtrickle._are_owner_functions_earlier(id) THEN
         RAISE EXCEPTION 'the functions of stream table % in pgtrickle_views are not those that pgtrickle made',
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)

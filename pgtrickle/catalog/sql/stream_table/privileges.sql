@@ -14,9 +14,11 @@ BEGIN
     ELSIF storage.relowner IS NULL AND has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
         RETURN; -- its table was dropped
     ELSIF NOT pgtrickle._acts_for(caller, storage.relowner) THEN
-        RAISE EXCEPTION 'role % may not % stream table %', quote_ident(caller), action, coalesce(storage.relation::text, id::text)
+        RAISE EXCEPTION 'role % may not % stream table %', quote_ident(caller), action,
+                coalesce(storage.relation::text, id::text)
             USING ERRCODE = 'insufficient_privilege',
-                  HINT = coalesce(format('It belongs to role %s.', storage.relowner::regrole), 'Its table was dropped.');
+                  HINT = coalesce(format('It belongs to role %s.', storage.relowner::regrole),
+                                  'Its table was dropped.');
     END IF;
 END
 $$;
@@ -30,7 +32,9 @@ AS $$
         WHEN c.oid IS NULL THEN format('its table %I.%I was dropped', s.pgt_schema, s.pgt_name)
         WHEN v.oid IS NULL THEN 'its query view was dropped, together with something it reads'
         WHEN f.number = 0 THEN format('its functions read_%1$s and write_%1$s in pgtrickle_views were dropped', id)
-        WHEN v.relowner <> c.relowner OR NOT f.same_owner OR st.relowner NOT IN (c.relowner, (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgtrickle'))
+        WHEN v.relowner <> c.relowner OR NOT f.same_owner
+            OR st.relowner
+                NOT IN (c.relowner, (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgtrickle'))
         THEN format('it belongs to %s, but its view and functions in pgtrickle_views do not', c.relowner::regrole)
         END
     FROM pgtrickle.pgt_stream_tables AS s
@@ -44,9 +48,10 @@ AS $$
     WHERE s.pgt_id = id
 $$;
 
--- The columns of sources that the owner of a stream table may not read (any more), and functions that it may not call, as text; NULL if there are none.
--- Tables behind another role's view are that role's to read. Every refresh asks: where no view lies between, which is
--- nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL keeps its plans.
+-- The columns of sources that the owner of a stream table may not read (any more), and functions that it may not call,
+-- as text; NULL if there are none. Tables behind another role's view are that role's to read. Every refresh asks:
+-- where no view lies between, which is nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL
+-- keeps its plans.
 CREATE OR REPLACE FUNCTION pgtrickle._privilege_problem(id bigint) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -55,12 +60,14 @@ BEGIN
         SELECT FROM pgtrickle.pgt_stream_tables AS s
         JOIN pg_class AS v ON v.oid = s.view_relid
         JOIN pg_rewrite AS r ON r.ev_class = v.oid
-        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+          AND d.refclassid = 'pg_class'::regclass
         JOIN pg_class AS c ON c.oid = d.refobjid
         WHERE s.pgt_id = id AND c.oid <> v.oid
           -- What the rule of the view reads now: its owner can replace it.
           AND (c.relkind = 'v'
-               OR CASE WHEN d.refobjsubid > 0 THEN has_column_privilege(v.relowner, c.oid, d.refobjsubid::smallint, 'SELECT')
+               OR CASE WHEN d.refobjsubid > 0 THEN has_column_privilege(v.relowner, c.oid, d.refobjsubid::smallint,
+                                                                        'SELECT')
                        ELSE has_any_column_privilege(v.relowner, c.oid, 'SELECT') END IS NOT TRUE)
     ) AND NOT EXISTS (
         SELECT FROM pgtrickle.pgt_stream_tables AS s
@@ -71,7 +78,8 @@ BEGIN
                OR EXISTS (SELECT FROM unnest(d.columns_used) AS a
                           WHERE has_column_privilege(v.relowner, d.source_relid, a, 'SELECT') IS NOT TRUE))
     ) AND NOT EXISTS (
-        SELECT FROM pgtrickle.pgt_dependencies AS d JOIN pg_class AS c ON c.oid = d.source_relid WHERE d.pgt_id = id AND c.relrowsecurity
+        SELECT FROM pgtrickle.pgt_dependencies AS d JOIN pg_class AS c ON c.oid = d.source_relid
+        WHERE d.pgt_id = id AND c.relrowsecurity
     ) AND NOT EXISTS (
         SELECT FROM pgtrickle.pgt_stream_tables AS s
         JOIN pg_class AS v ON v.oid = s.view_relid
@@ -83,9 +91,15 @@ BEGIN
     ) THEN
         RETURN NULL;
     END IF;
-    RETURN nullif(concat_ws('; ', (SELECT string_agg(CASE WHEN secured.applies THEN format('row-level security on %s applies to role %s', source.relation, role::regrole)
+    RETURN
+        nullif(concat_ws('; ',
+                         (SELECT
+                          string_agg(CASE WHEN secured.applies THEN
+                                          format('row-level security on %s applies to role %s', source.relation,
+                                                 role::regrole)
                                    ELSE format('role %s may not read %s of %s', role::regrole,
-                             coalesce('column ' || pgtrickle._column_names(source.relation, missing.columns), 'any column'),
+                             coalesce('column ' || pgtrickle._column_names(source.relation, missing.columns),
+                                      'any column'),
                              source.relation) END, '; ')
     FROM pgtrickle.pgt_stream_tables AS s
     CROSS JOIN LATERAL pgtrickle._sources(s.view_relid) AS source
@@ -96,7 +110,8 @@ BEGIN
     ) AS missing
     CROSS JOIN LATERAL (SELECT pgtrickle._row_security_applies(role, source.relation) AS applies) AS secured
     WHERE s.pgt_id = id
-      AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT') OR secured.applies)), (
+      AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT')
+           OR secured.applies)), (
         -- Also of functions behind views: PostgreSQL checks who runs the query, not who owns the view.
         SELECT string_agg(DISTINCT format('role %s may not call %s', v.relowner::regrole, f.fn::regprocedure), '; ')
         FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS v ON v.oid = s.view_relid
@@ -105,15 +120,16 @@ BEGIN
 END
 $$;
 
--- Sources that a query reads through a view with the rights of the view's owner, where its own owner may not read them: only PostgreSQL knows which
--- of their rows and columns that view shows. NULL if there are none.
+-- Sources that a query reads through a view with the rights of the view's owner, where its own owner may not read
+-- them: only PostgreSQL knows which of their rows and columns that view shows. NULL if there are none.
 CREATE OR REPLACE FUNCTION pgtrickle._hidden_sources(view regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF NOT EXISTS (
         SELECT FROM pg_rewrite AS r
-        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid AND d.refclassid = 'pg_class'::regclass
+        JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.oid
+          AND d.refclassid = 'pg_class'::regclass
         JOIN pg_class AS c ON c.oid = d.refobjid
         WHERE r.ev_class = view AND c.relkind = 'v' AND c.oid <> view
     ) THEN
@@ -124,7 +140,8 @@ BEGIN
         FROM pg_class AS v CROSS JOIN LATERAL pgtrickle._sources(view) AS s
         WHERE v.oid = view AND s.checked_as <> ARRAY[v.relowner]
           AND (NOT has_any_column_privilege(v.relowner, s.relation, 'SELECT')
-               OR EXISTS (SELECT FROM unnest(s.columns) AS a WHERE NOT has_column_privilege(v.relowner, s.relation, a, 'SELECT'))
+               OR EXISTS (SELECT FROM unnest(s.columns) AS a
+                          WHERE NOT has_column_privilege(v.relowner, s.relation, a, 'SELECT'))
                OR pgtrickle._row_security_applies(v.relowner, s.relation)));
 END
 $$;

@@ -74,13 +74,16 @@ LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF pgtrickle._time_dependent(view) THEN
-        RAISE WARNING 'the query of stream table % depends on the current time: it is computed in full whenever its schedule is due, also if no source changed', storage
-            USING HINT = 'Give it a schedule that is as long as it may be, or keep the time in a table that the query reads.';
+        RAISE WARNING 'the query of stream table % depends on the current time: it is computed '
+                      'in full whenever its schedule is due, also if no source changed', storage
+            USING HINT = 'Give it a schedule that is as long as it may be, or keep the time '
+                         'in a table that the query reads.';
     END IF;
 END
 $$;
 
--- The columns of a table by which its rows are told apart, in the order of the index: its primary key, or another unique index without NULLs.
+-- The columns of a table by which its rows are told apart, in the order of the index: its primary key, or another
+-- unique index without NULLs.
 CREATE OR REPLACE FUNCTION pgtrickle._table_key(relation oid) RETURNS name[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -91,32 +94,37 @@ AS $$
     WHERE i.indexrelid = (
         SELECT u.indexrelid
         FROM pg_index AS u
-        WHERE u.indrelid = relation AND u.indisunique AND u.indimmediate AND u.indisvalid AND u.indpred IS NULL AND u.indexprs IS NULL
+        WHERE u.indrelid = relation AND u.indisunique AND u.indimmediate AND u.indisvalid AND u.indpred IS NULL
+          AND u.indexprs IS NULL
           AND (u.indnullsnotdistinct OR NOT EXISTS (
               SELECT FROM unnest(u.indkey[0 : u.indnkeyatts - 1]) AS x (attnum)
               JOIN pg_attribute AS ua ON ua.attrelid = relation AND ua.attnum = x.attnum AND NOT ua.attnotnull))
         ORDER BY u.indisprimary DESC, u.indnkeyatts, u.indexrelid
         LIMIT 1)
       -- A child may repeat its parent's keys.
-      AND NOT EXISTS (SELECT FROM pg_inherits AS h JOIN pg_class AS c ON c.oid = h.inhparent WHERE h.inhparent = relation AND c.relkind = 'r')
+      AND NOT EXISTS (SELECT FROM pg_inherits AS h JOIN pg_class AS c ON c.oid = h.inhparent
+                      WHERE h.inhparent = relation AND c.relkind = 'r')
 $$;
 
--- The key of a query's result, where its shape shows it beyond doubt; else NULL. Python and the command line find the keys of all queries that are
--- maintained differentially (pgtrickle/ivm/unique_key.py), and what is found here is what they find: of a query of one table the columns of that
--- table's key, of a query that groups by columns these. Each has to be in the result once: of two it would not be clear which is meant.
+-- The key of a query's result, where its shape shows it beyond doubt; else NULL. Python and the command line find the
+-- keys of all queries that are maintained differentially (pgtrickle/ivm/unique_key.py), and what is found here is what
+-- they find: of a query of one table the columns of that table's key, of a query that groups by columns these. Each
+-- has to be in the result once: of two it would not be clear which is meant.
 CREATE OR REPLACE FUNCTION pgtrickle._find_key(view regclass) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     tree text := (SELECT r.tree FROM pgtrickle._view_rules(view) AS r WHERE r.relation = view);
     grouped integer[] := ARRAY(SELECT m[1]::integer
-                               FROM regexp_matches(substring(tree FROM ':groupClause \(([^()]*)\)'), ':tleSortGroupRef (\d+)', 'g') AS m);
+                               FROM regexp_matches(substring(tree FROM ':groupClause \(([^()]*)\)'),
+                                                   ':tleSortGroupRef (\d+)', 'g') AS m);
     source oid;
     source_key smallint[] := '{}';
     found smallint[];
 BEGIN
     -- Of the kinds of what is in FROM there are tables, joins (2) and what groups are made of (9).
-    IF tree ~ '\{(SUBLINK|COMMONTABLEEXPR|SETOPERATIONSTMT|WINDOWFUNC|GROUPINGSET) |:rtekind [1345678] |:hasTargetSRFs true|:tablesample \{'
+    IF tree ~ '\{(SUBLINK|COMMONTABLEEXPR|SETOPERATIONSTMT|WINDOWFUNC|GROUPINGSET) |:rtekind '
+              '[1345678] |:hasTargetSRFs true|:tablesample \{'
        OR tree !~ ':distinctClause <>' OR tree !~ ':limitOffset <> :limitCount <>' THEN
         RETURN NULL;
     ELSIF grouped = '{}' AND tree ~ ':hasAggs true' THEN
@@ -124,36 +132,46 @@ BEGIN
     ELSIF grouped = '{}' THEN
         SELECT m[1]::oid INTO source FROM regexp_matches(tree, ':rtekind 0 :relid (\d+)', 'g') AS m
         WHERE m[1]::oid <> view; -- before PostgreSQL 16 the view itself is among them
-        source_key := ARRAY(SELECT a.attnum FROM pg_attribute AS a WHERE a.attrelid = source AND a.attname = ANY (pgtrickle._table_key(source)));
-        IF source_key = '{}' OR tree ~ ':rtekind 2 ' OR pgtrickle._is_stand_in(source) OR pgtrickle._is_distributed(source)
-           OR (SELECT count(*) FROM regexp_matches(tree, ':rtekind 0 :relid (\d+)', 'g') AS m WHERE m[1]::oid <> view) <> 1 THEN
+        source_key := ARRAY(SELECT a.attnum FROM pg_attribute AS a
+                            WHERE a.attrelid = source AND a.attname = ANY (pgtrickle._table_key(source)));
+        IF source_key = '{}' OR tree ~ ':rtekind 2 ' OR pgtrickle._is_stand_in(source)
+           OR pgtrickle._is_distributed(source)
+           OR (SELECT count(*) FROM regexp_matches(tree, ':rtekind 0 :relid (\d+)', 'g') AS m
+               WHERE m[1]::oid <> view) <> 1 THEN
             RETURN NULL;
         END IF;
     END IF;
     -- Columns of the result that are columns of tables.
     WITH passed AS MATERIALIZED (
         SELECT m[1]::smallint AS place, m[2]::integer AS ref, m[3]::oid AS relation, m[4]::smallint AS number
-        FROM regexp_matches(tree, ':resno (\d+) :resname (?!<>)\S+ :ressortgroupref (\d+) :resorigtbl (\d+) :resorigcol (\d+) :resjunk false', 'g') AS m
+        FROM regexp_matches(tree,
+                            ':resno (\d+) :resname (?!<>)\S+ :ressortgroupref (\d+) :resorigtbl '
+                            '(\d+) :resorigcol (\d+) :resjunk false', 'g') AS m
         WHERE m[3] <> '0' AND m[4] <> '0'
     )
     SELECT array_agg(p.place) INTO found FROM passed AS p
-    WHERE CASE WHEN grouped = '{}' THEN p.relation = source AND p.number = ANY (source_key) ELSE p.ref = ANY (grouped) END
-      AND NOT EXISTS (SELECT FROM passed AS o WHERE (o.relation, o.number) = (p.relation, p.number) AND o.place <> p.place);
-    IF cardinality(found) IS DISTINCT FROM (CASE WHEN grouped = '{}' THEN cardinality(source_key) ELSE cardinality(grouped) END)
+    WHERE CASE WHEN grouped = '{}' THEN p.relation = source AND p.number = ANY (source_key)
+               ELSE p.ref = ANY (grouped) END
+      AND NOT EXISTS (SELECT FROM passed AS o WHERE (o.relation, o.number) = (p.relation, p.number)
+                        AND o.place <> p.place);
+    IF cardinality(found) IS DISTINCT FROM (CASE WHEN grouped = '{}' THEN cardinality(source_key)
+                                                 ELSE cardinality(grouped) END)
        -- An index has to hold it.
        OR EXISTS (SELECT FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid
                   WHERE a.attrelid = view AND a.attnum = ANY (found) AND NOT (
-                      t.typtype IN ('d', 'e', 'r', 'm') OR t.typcategory = 'A' OR t.oid = 'varchar'::regtype OR EXISTS (
+                      t.typtype IN ('d', 'e', 'r', 'm') OR t.typcategory = 'A' OR t.oid = 'varchar'::regtype
+                          OR EXISTS (
                           SELECT FROM pg_opclass AS o JOIN pg_am AS m ON m.oid = o.opcmethod AND m.amname = 'btree'
                           WHERE o.opcdefault AND o.opcintype = t.oid))) THEN
         RETURN NULL;
     END IF;
-    RETURN ARRAY(SELECT a.attname::text FROM pg_attribute AS a WHERE a.attrelid = view AND a.attnum = ANY (found) ORDER BY a.attnum);
+    RETURN ARRAY(SELECT a.attname::text FROM pg_attribute AS a WHERE a.attrelid = view AND a.attnum = ANY (found)
+                 ORDER BY a.attnum);
 END
 $$;
 
--- The labels of all enums that are among these types or in them: renaming one changes values of rows that nobody writes to. PL/pgSQL, because
--- it keeps its plan.
+-- The labels of all enums that are among these types or in them: renaming one changes values of rows that nobody
+-- writes to. PL/pgSQL, because it keeps its plan.
 CREATE OR REPLACE FUNCTION pgtrickle._enum_labels(types oid[]) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -175,7 +193,8 @@ BEGIN
             ) AS part (type)
             WHERE part.type >= 16384 -- PostgreSQL's own have none
         )
-        SELECT coalesce(jsonb_object_agg(e.oid, e.enumlabel), '{}') FROM inside JOIN pg_enum AS e ON e.enumtypid = inside.type);
+        SELECT coalesce(jsonb_object_agg(e.oid, e.enumlabel), '{}') FROM inside
+        JOIN pg_enum AS e ON e.enumtypid = inside.type);
 END
 $$;
 
@@ -189,22 +208,28 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._row_security_applies(role oid, relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    SELECT c.relrowsecurity AND NOT r.rolsuper AND NOT r.rolbypassrls AND (c.relforcerowsecurity OR NOT pg_has_role(r.oid, c.relowner, 'USAGE'))
+    SELECT c.relrowsecurity AND NOT r.rolsuper AND NOT r.rolbypassrls
+           AND (c.relforcerowsecurity OR NOT pg_has_role(r.oid, c.relowner, 'USAGE'))
     FROM pg_class AS c CROSS JOIN pg_roles AS r WHERE c.oid = relation AND r.oid = role
 $$;
 
--- Whether a query runs code that is not PostgreSQL's own, or may run it. Whatever a user made counts, but for tables and collations: an operator over a
--- function of PostgreSQL's has a negator that the planner may call instead, domains have checks, and casts to text or json, which printing a value
--- takes, may be anybody's who owns the type. VOLATILE functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
+-- Whether a query runs code that is not PostgreSQL's own, or may run it. Whatever a user made counts, but for tables
+-- and collations: an operator over a function of PostgreSQL's has a negator that the planner may call instead, domains
+-- have checks, and casts to text or json, which printing a value takes, may be anybody's who owns the type. VOLATILE
+-- functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
 CREATE OR REPLACE FUNCTION pgtrickle._runs_user_code(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
-    SELECT EXISTS (SELECT FROM pgtrickle._functions_used(view) AS f WHERE f.nspname <> 'pg_catalog' OR f.provolatile = 'v')
-        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
+    SELECT EXISTS (SELECT FROM pgtrickle._functions_used(view) AS f
+                   WHERE f.nspname <> 'pg_catalog' OR f.provolatile = 'v')
+        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r
+                   JOIN pg_depend AS d ON d.classid = 'pg_rewrite'::regclass AND d.objid = r.rule
                    WHERE d.refobjid >= 16384 AND d.refclassid NOT IN ('pg_class'::regclass, 'pg_collation'::regclass))
-        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r CROSS JOIN LATERAL regexp_matches(r.tree, '\m\d{5,10}\M', 'g') AS found
+        OR EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r
+                   CROSS JOIN LATERAL regexp_matches(r.tree, '\m\d{5,10}\M', 'g') AS found
                    JOIN pg_type AS t ON t.oid::bigint = found[1]::bigint WHERE t.oid >= 16384)
-        OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attnum > 0
+        OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s
+                   JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attnum > 0
                    WHERE NOT a.attisdropped AND a.atttypid >= 16384)
 $$;
 
@@ -226,41 +251,53 @@ BEGIN
     WHERE attrelid = view AND attnum > 0 AND attname LIKE '\_\_pgt\_%';
     IF offending IS NOT NULL THEN
         RAISE EXCEPTION 'column name % is reserved', offending
-            USING ERRCODE = 'reserved_name', HINT = 'Names that begin with __pgt_ are pgtrickle''s. Give it another one with AS.';
+            USING ERRCODE = 'reserved_name',
+                  HINT = 'Names that begin with __pgt_ are pgtrickle''s. Give it another one with AS.';
     END IF;
-    -- How names of objects are printed depends on search_path; a refresh has one of its own (decision 019). Of types it does not matter: nearly all are
-    -- PostgreSQL's own. A value of such a type that stays one is the same everywhere.
+    -- How names of objects are printed depends on search_path; a refresh has one of its own (decision 019). Of types
+    -- it does not matter: nearly all are PostgreSQL's own. A value of such a type that stays one is the same
+    -- everywhere.
     SELECT string_agg(DISTINCT m[1]::oid::regtype::text, ', ') INTO offending
     FROM pgtrickle._view_rules(view) AS r
-    CROSS JOIN LATERAL regexp_matches(r.tree, '\{COERCEVIAIO :arg \{(?:VAR :varno \d+ :varattno -?\d+ :vartype|RELABELTYPE :arg \{[^{}]*\} :resulttype'
-                                              '|FUNCEXPR :funcid \d+ :funcresulttype|CONST :consttype) (\d+)', 'g') AS m
-    WHERE m[1]::oid IN ('regclass'::regtype, 'regproc'::regtype, 'regprocedure'::regtype, 'regoper'::regtype, 'regoperator'::regtype,
+    CROSS JOIN LATERAL regexp_matches(r.tree,
+                                      '\{COERCEVIAIO :arg \{(?:VAR :varno \d+ :varattno -?\d+ '
+                                      ':vartype|RELABELTYPE :arg \{[^{}]*\} :resulttype'
+                                              '|FUNCEXPR :funcid \d+ :funcresulttype|CONST :consttype) (\d+)',
+                                              'g') AS m
+    WHERE m[1]::oid IN ('regclass'::regtype, 'regproc'::regtype, 'regprocedure'::regtype, 'regoper'::regtype,
+                        'regoperator'::regtype,
                         'regcollation'::regtype, 'regconfig'::regtype, 'regdictionary'::regtype);
     IF offending IS NOT NULL THEN
         RAISE EXCEPTION 'the query casts % to text, which depends on the search_path of who reads it', offending
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Leave out the cast: values of that type are kept as they are. Or keep the name in a column of a table.';
+                  HINT = 'Leave out the cast: values of that type are kept as they are. Or '
+                         'keep the name in a column of a table.';
     END IF;
     SELECT string_agg(format('%s', fn::regprocedure), ', ') INTO offending
     FROM pgtrickle._functions_used(view) WHERE provolatile = 'v';
     IF offending IS NOT NULL THEN
         RAISE EXCEPTION 'the query calls VOLATILE functions: %', offending
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Its result would differ each time. Store such values in a table, or declare the function STABLE or IMMUTABLE if it is.';
+                  HINT = 'Its result would differ each time. Store such values in a table, '
+                         'or declare the function STABLE or IMMUTABLE if it is.';
     END IF;
     SELECT string_agg(DISTINCT fn::regprocedure::text, ', ') INTO offending
-    FROM pgtrickle._functions_used(view) AS f JOIN pg_class AS c ON c.oid = view WHERE NOT has_function_privilege(c.relowner, f.fn, 'EXECUTE');
+    FROM pgtrickle._functions_used(view) AS f JOIN pg_class AS c ON c.oid = view
+    WHERE NOT has_function_privilege(c.relowner, f.fn, 'EXECUTE');
     IF offending IS NOT NULL THEN
-        RAISE EXCEPTION 'role % may not call %', (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view), offending
+        RAISE EXCEPTION 'role % may not call %', (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view),
+                offending
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask its owner to run: GRANT EXECUTE ON FUNCTION %s TO %s;', offending,
                                 (SELECT c.relowner::regrole FROM pg_class AS c WHERE c.oid = view));
     END IF;
     offending := pgtrickle._function_conflicts(view);
     IF offending IS NOT NULL THEN
-        RAISE EXCEPTION 'the query uses functions, operators or types that are not the same in all databases that it reads: %', offending
+        RAISE EXCEPTION 'the query uses functions, operators or types that are not the same '
+                        'in all databases that it reads: %', offending
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Create them there as they are here, owned by the role that reads there; `pgtrickle create` and Python compare them.'
+                  HINT = 'Create them there as they are here, owned by the role that reads '
+                         'there; `pgtrickle create` and Python compare them.'
                          ' Or compute them in the database of their arguments: a stream table there can be read here.';
     END IF;
     IF EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r WHERE r.tree LIKE '%{ROWMARKCLAUSE %') THEN
@@ -271,27 +308,35 @@ BEGIN
         SELECT s.*, c.relnamespace::regnamespace::text AS schema
         FROM pgtrickle._sources(view) AS s JOIN pg_class AS c ON c.oid = s.relation
     LOOP
-        IF source.schema IN ('pg_catalog', 'information_schema', 'pg_toast', 'pgtrickle', 'pgtrickle_changes', 'pgtrickle_views') THEN
+        IF source.schema IN ('pg_catalog', 'information_schema', 'pg_toast', 'pgtrickle', 'pgtrickle_changes',
+                             'pgtrickle_views') THEN
             RAISE EXCEPTION 'the query reads %, a system table', source.relation
                 USING ERRCODE = 'feature_not_supported',
-                      HINT = 'The changes of system tables cannot be captured. Use a plain view or a materialized view.';
+                      HINT = 'The changes of system tables cannot be captured. Use a plain '
+                             'view or a materialized view.';
         ELSIF source.kind NOT IN ('r', 'p', 'f', 'm') THEN
             RAISE EXCEPTION 'the query reads %, which is not a table', source.relation
-                USING ERRCODE = 'wrong_object_type', HINT = 'Sources are tables, foreign tables, materialized views and views of these.';
+                USING ERRCODE = 'wrong_object_type',
+                      HINT = 'Sources are tables, foreign tables, materialized views and views of these.';
         END IF;
-        FOR reader IN SELECT r.oid, r.rolname, r.rolsuper, r.rolbypassrls FROM pg_roles AS r WHERE r.oid = ANY (source.checked_as) LOOP
+        FOR reader IN SELECT r.oid, r.rolname, r.rolsuper, r.rolbypassrls FROM pg_roles AS r
+            WHERE r.oid = ANY (source.checked_as) LOOP
             IF pgtrickle._row_security_applies(reader.oid, source.relation) THEN
                 RAISE EXCEPTION 'row-level security on % applies to role %', source.relation, reader.rolname
                     USING ERRCODE = 'feature_not_supported',
-                          HINT = 'Let a role create the stream table that sees all rows, and put the policies on the stream table.';
+                          HINT = 'Let a role create the stream table that sees all rows, and '
+                                 'put the policies on the stream table.';
             END IF;
             CONTINUE WHEN has_table_privilege(reader.oid, source.relation, 'SELECT');
-            missing := ARRAY(SELECT a FROM unnest(source.columns) AS a WHERE NOT has_column_privilege(reader.oid, source.relation, a, 'SELECT'));
+            missing := ARRAY(SELECT a FROM unnest(source.columns) AS a
+                             WHERE NOT has_column_privilege(reader.oid, source.relation, a, 'SELECT'));
             IF missing <> '{}' OR NOT has_any_column_privilege(reader.oid, source.relation, 'SELECT') THEN
                 RAISE EXCEPTION 'role % may not read % of %', quote_ident(reader.rolname),
-                        coalesce('column ' || pgtrickle._column_names(source.relation, missing), 'any column'), source.relation
+                        coalesce('column ' || pgtrickle._column_names(source.relation, missing), 'any column'),
+                        source.relation
                     USING ERRCODE = 'insufficient_privilege',
-                          HINT = format('Ask its owner to run: GRANT SELECT ON %s TO %I;', source.relation, reader.rolname);
+                          HINT = format('Ask its owner to run: GRANT SELECT ON %s TO %I;', source.relation,
+                                        reader.rolname);
             END IF;
         END LOOP;
     END LOOP;

@@ -1,34 +1,41 @@
 -- What a refresh needs to know of rows: their IDs, and changes that came with a dump.
 
--- What tells rows without a key apart: 128 bits of a hash of what they print. Somebody who can write a source must not be
--- able to find two rows with the same one. Not md5(): a server in FIPS mode refuses it.
+-- What tells rows without a key apart: 128 bits of a hash of what they print. Somebody who can write a source must not
+-- be able to find two rows with the same one. Not md5(): a server in FIPS mode refuses it.
 CREATE OR REPLACE FUNCTION pgtrickle._row_id(printed text) RETURNS uuid
 LANGUAGE sql STABLE STRICT PARALLEL SAFE
 AS $$
-    SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(printed, 'UTF8')), 1, 16), 'hex')::uuid
+    SELECT pg_catalog.encode(pg_catalog.substr(pg_catalog.sha256(pg_catalog.convert_to(printed, 'UTF8')), 1, 16),
+                             'hex')::uuid
 $$;
 
--- The same up to catalog version 20, where collisions can be computed in minutes. Still used for tables that Citus distributes by it.
+-- The same up to catalog version 20, where collisions can be computed in minutes. Still used for tables that Citus
+-- distributes by it.
 CREATE OR REPLACE FUNCTION pgtrickle._former_row_id(printed text) RETURNS uuid
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
 AS $$
     SELECT (pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 0)), 16, '0')
-            || pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 1)), 16, '0'))::uuid
+            || pg_catalog.lpad(pg_catalog.to_hex(pg_catalog.hashtextextended(printed COLLATE pg_catalog."C", 1)), 16,
+                               '0'))::uuid
 $$;
 
--- Changes that a dump brought from another server carry transaction ids that are still to come here: they would count as
--- new. What this server's own writers wrote since is not visible to this statement's snapshot.
+-- Changes that a dump brought from another server carry transaction ids that are still to come here: they would count
+-- as new. What this server's own writers wrote since is not visible to this statement's snapshot.
 CREATE OR REPLACE FUNCTION pgtrickle._drop_foreign_changes(stable_name text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    buffer regclass := (SELECT t.buffer_relid FROM pgtrickle.pgt_change_tracking t WHERE t.source_stable_name = stable_name);
+    buffer regclass := (SELECT t.buffer_relid FROM pgtrickle.pgt_change_tracking t
+                        WHERE t.source_stable_name = stable_name);
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'changes cannot be dropped in a transaction that is %', current_setting('transaction_isolation')
-            USING ERRCODE = 'active_sql_transaction', HINT = 'To an old snapshot, changes of this server look like those of another.';
+        RAISE EXCEPTION 'changes cannot be dropped in a transaction that is %',
+                current_setting('transaction_isolation')
+            USING ERRCODE = 'active_sql_transaction',
+                  HINT = 'To an old snapshot, changes of this server look like those of another.';
     ELSIF buffer IS NOT NULL THEN
-        EXECUTE format('DELETE FROM %s WHERE __pgt_xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint', buffer);
+        EXECUTE format('DELETE FROM %s WHERE __pgt_xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint',
+                       buffer);
         DELETE FROM pgtrickle_changes.pgt_markers
         WHERE source_stable_name = stable_name AND xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
     END IF;

@@ -1,4 +1,5 @@
--- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need it.
+-- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need
+-- it.
 
 -- NULL where the schedule is no duration, or one of nothing or of more than ten years.
 CREATE OR REPLACE FUNCTION pgtrickle._parse_duration(schedule text) RETURNS interval
@@ -7,8 +8,10 @@ AS $$
     SELECT CASE WHEN length(schedule) <= 500 AND schedule ~ '^([0-9]{1,9}(ms|s|m|h|d|w))+$' THEN (
         SELECT make_interval(secs => sum(seconds)::double precision)
         FROM regexp_matches(schedule, '([0-9]+)(ms|s|m|h|d|w)', 'g') AS part
-        CROSS JOIN LATERAL (SELECT part[1]::numeric * CASE part[2] WHEN 'ms' THEN 0.001 WHEN 's' THEN 1 WHEN 'm' THEN 60
-                                                      WHEN 'h' THEN 3600 WHEN 'd' THEN 86400 ELSE 604800 END) AS each (seconds)
+        CROSS JOIN LATERAL (SELECT part[1]::numeric *
+                            CASE part[2] WHEN 'ms' THEN 0.001 WHEN 's' THEN 1 WHEN 'm' THEN 60
+                                                      WHEN 'h' THEN 3600 WHEN 'd' THEN 86400
+                                                      ELSE 604800 END) AS each (seconds)
         HAVING sum(seconds) > 0 AND sum(seconds) <= 3650 * 86400) END
 $$;
 
@@ -17,7 +20,8 @@ CREATE OR REPLACE FUNCTION pgtrickle._tier(by_hand text, last_change_at timestam
 LANGUAGE sql STABLE PARALLEL SAFE
 AS $$
     SELECT coalesce(by_hand, CASE WHEN last_change_at > pg_catalog.now() - interval '1 minute' THEN 'hot'
-                                  WHEN last_change_at > pg_catalog.now() - interval '10 minutes' THEN 'warm' ELSE 'cold' END)
+                                  WHEN last_change_at > pg_catalog.now() - interval '10 minutes' THEN 'warm'
+                                  ELSE 'cold' END)
 $$;
 
 -- How often each stream table is due. Those that are calculated are as fresh as the ones that read them, and without

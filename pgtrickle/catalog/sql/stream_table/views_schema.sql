@@ -18,8 +18,8 @@ BEGIN
 END
 $$;
 
--- Lets a role create objects in pgtrickle_views, whose owner it shall be: until _close_views(), in this transaction only. Those who do this come one
--- after the other.
+-- Lets a role create objects in pgtrickle_views, whose owner it shall be: until _close_views(), in this transaction
+-- only. Those who do this come one after the other.
 CREATE OR REPLACE FUNCTION pgtrickle._open_views(caller name) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -28,7 +28,8 @@ BEGIN
         RETURN; -- may create there at any time
     END IF;
     PERFORM pgtrickle._lock('pgtrickle_views');
-    INSERT INTO pgtrickle.pgt_openings (role) SELECT r.oid FROM pg_roles AS r WHERE r.rolname = caller ON CONFLICT DO NOTHING;
+    INSERT INTO pgtrickle.pgt_openings (role) SELECT r.oid FROM pg_roles AS r
+    WHERE r.rolname = caller ON CONFLICT DO NOTHING;
     EXECUTE format('GRANT CREATE ON SCHEMA pgtrickle_views TO %I', caller);
 END
 $$;
@@ -54,7 +55,8 @@ BEGIN
           UNION ALL
           SELECT t.typname, t.xmin FROM pg_type AS t LEFT JOIN pg_class AS c ON c.oid = t.typrelid
           WHERE t.typnamespace = 'pgtrickle_views'::regnamespace AND coalesce(c.relkind = 'c', true)
-            AND NOT EXISTS (SELECT FROM pg_type AS e JOIN pg_class AS r ON r.oid = e.typrelid WHERE e.typarray = t.oid AND r.relkind <> 'c')
+            AND NOT EXISTS (SELECT FROM pg_type AS e JOIN pg_class AS r ON r.oid = e.typrelid
+                            WHERE e.typarray = t.oid AND r.relkind <> 'c')
           UNION ALL
           SELECT o.oprname, o.xmin FROM pg_operator AS o WHERE o.oprnamespace = 'pgtrickle_views'::regnamespace
           UNION ALL
@@ -70,20 +72,24 @@ BEGIN
           UNION ALL
           SELECT p.proname, p.xmin FROM pg_proc AS p
           WHERE p.pronamespace = 'pgtrickle_views'::regnamespace
-            AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS t ON t.oid = s.pgt_relid AND t.relowner = p.proowner
+            AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
+                            JOIN pg_class AS t ON t.oid = s.pgt_relid AND t.relowner = p.proowner
                             -- The second is of an earlier version, and not called any more.
                             WHERE p.oid IN (SELECT pgtrickle._owner_functions(s.pgt_id))
                                OR p.oid = to_regprocedure(format('pgtrickle_views.read_%s(text)', s.pgt_id)))) AS o
     WHERE pgtrickle._is_of_this_transaction(o.written_by);
     -- The text of these functions is what keeps them from running with other rights.
     stranger := coalesce(stranger, (
-        SELECT min('write_' || s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid
+        SELECT min('write_' || s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
+        JOIN pg_class AS c ON c.oid = s.pgt_relid
         WHERE c.relowner = (SELECT r.oid FROM pg_roles AS r WHERE r.rolname = caller)
-          AND NOT pgtrickle._are_owner_functions_current(s.pgt_id) AND NOT pgtrickle._are_owner_functions_earlier(s.pgt_id)
+          AND NOT pgtrickle._are_owner_functions_current(s.pgt_id)
+          AND NOT pgtrickle._are_owner_functions_earlier(s.pgt_id)
           AND EXISTS (SELECT pgtrickle._owner_functions(s.pgt_id))));
     IF stranger IS NOT NULL THEN
         RAISE EXCEPTION 'object % in schema pgtrickle_views is not one that pgtrickle made', quote_ident(stranger)
-            USING ERRCODE = 'invalid_object_definition', HINT = 'Use pgtrickle.create_stream_table(), and a schema of your own for other objects.';
+            USING ERRCODE = 'invalid_object_definition',
+                  HINT = 'Use pgtrickle.create_stream_table(), and a schema of your own for other objects.';
     END IF;
 END
 $$;
