@@ -1,5 +1,5 @@
--- What there is to tell about a stream table whose refresh failed, and whether the last event told the same. No row if
--- somebody has locked it: there will be another failure.
+-- What to report about a stream table whose refresh failed, and whether the last event already reported it. No row if
+-- the stream table is locked: another failure will follow.
 WITH was AS (
     SELECT pgt_id, alerted FROM pgtrickle.pgt_stream_tables WHERE pgt_id = %(id)s FOR NO KEY UPDATE SKIP LOCKED
 )

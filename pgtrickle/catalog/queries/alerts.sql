@@ -1,5 +1,4 @@
--- What an operator should know: buffers that grow, schedules that are stretched. Only sources with changes are looked
--- at.
+-- What an operator should know: growing buffers and stretched schedules. Reads only sources with changes.
 SELECT 'buffer ' || t.source_stable_name, 'buffer_growth_warning', NULL::bigint,
        jsonb_build_object('source', t.source_relid::text, 'rows', b.rows, 'threshold', %(rows)s::bigint)
 FROM (SELECT DISTINCT source_stable_name FROM pgtrickle_changes.pgt_activity) AS a

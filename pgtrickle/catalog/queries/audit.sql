@@ -1,5 +1,6 @@
--- Of a few stream tables those whose sources were altered without a change of their rows: partitions that came or
--- went, triggers that were switched off. Looked at in turn, for looking at all of them would cost every tick.
+-- Among a few stream tables, those whose sources were altered without a change of their rows: partitions attached or
+-- detached, triggers disabled. The caller rotates through the stream tables, because auditing all of them would slow
+-- down every tick.
 SELECT s.pgt_id
 FROM pgtrickle.pgt_stream_tables s
 WHERE s.pgt_id = ANY (%(ids)s) AND s.status = 'ACTIVE' AND s.reinit_reason IS NULL

@@ -1,7 +1,7 @@
--- The service is alive, keeps its claims, and tells what it works with.
+-- The service's heartbeat: it renews its claims and stores the settings it uses.
 UPDATE pgtrickle.pgt_services
 SET last_seen = clock_timestamp(), lease_expires = clock_timestamp() + %(lease)s,
-    ticked_at = statement_timestamp(), -- what the snapshot does not see is committed later
+    ticked_at = statement_timestamp(), -- a change that the snapshot does not see is committed later
     tick_snapshot = pg_current_snapshot(), earlier_ticks = %(ticks)s::timestamptz[],
     earlier_snapshots = %(snapshots)s::text[]::pg_snapshot[],
     pool_size = %(pool_size)s, pool_active = %(pool_active)s,

@@ -1,4 +1,4 @@
--- What the broker's scan found, for everybody to see.
+-- What the broker's scan found.
 WITH ticked AS (
     UPDATE pgtrickle.pgt_broker SET tick = tick + 1 WHERE service_id = %(service)s RETURNING tick
 )

@@ -1,4 +1,4 @@
--- The tables here whose rows stream tables elsewhere read.
+-- The tables here whose rows stream tables of other databases read.
 SELECT DISTINCT c.oid::bigint, n.nspname, c.relname
 FROM pgtrickle.pgt_consumers p
 JOIN pg_class c ON c.oid = p.source_relid

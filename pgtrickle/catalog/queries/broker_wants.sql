@@ -1,5 +1,5 @@
--- The sources whose changes databases want of the broker: what of them, and up to where each consumer has stored what
--- it read.
+-- The sources whose changes databases subscribe to at the broker: the expressions they need, and the snapshot up to
+-- which each consumer has stored the changes.
 SELECT t.source_stable_name AS stable_name,
        n.nspname AS schema,
        c.relname AS name,

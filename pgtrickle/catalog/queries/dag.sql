@@ -1,4 +1,4 @@
--- What each stream table reads: stream tables by id, other tables by name; its owner, and the group it was put into.
+-- What each stream table reads: stream tables by ID, other tables by name; its owner, and the group it is in.
 SELECT DISTINCT s.pgt_id, s.updated_at, s.refresh_group, d.source_stable_name AS source, u.pgt_id AS upstream,
        c.relowner::bigint AS owner
 FROM pgtrickle.pgt_stream_tables s

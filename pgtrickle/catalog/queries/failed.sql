@@ -1,4 +1,4 @@
--- A refresh that failed: the claim goes back, and the next attempt waits the longer the more have failed.
+-- A failed refresh: releases the claim. Each failure in a row makes the pause before the next attempt longer.
 WITH failed AS (
     UPDATE pgtrickle.pgt_stream_tables
     SET claimed_by = NULL, apply_xid = NULL,

@@ -1,4 +1,5 @@
--- Tables of other databases that stream tables read, with the columns they use: by number here and there.
+-- Tables of other databases that stream tables read, with the columns they use: by number here and in the other
+-- database.
 SELECT d.pgt_id,
        f.database,
        f.relid::oid::bigint AS relid,

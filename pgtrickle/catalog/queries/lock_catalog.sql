@@ -1,5 +1,5 @@
--- Locks the catalog for an upgrade. Views first, as their readers have it: LOCK TABLE would lock what they read as
--- well, views of PostgreSQL's among them.
+-- Locks the catalog for an upgrade. Views first, as their readers do: LOCK TABLE would also lock the tables they read,
+-- including PostgreSQL's own views.
 DO $$
 DECLARE
     relation record;

@@ -1,4 +1,4 @@
--- Looks at other databases: until when what reads them has everything, or why they cannot be asked.
+-- Results of polling other databases: until when their readers are up to date, or why they could not be asked.
 WITH looks AS MATERIALIZED (
     SELECT l.name, l.at, l.problem
     FROM unnest(%(databases)s::text[], %(times)s::float8[], %(problems)s::text[]) AS l (name, at, problem)

@@ -1,5 +1,5 @@
--- Jobs whose worker could not say what became of them, mostly because its connection was lost; nor could it put off
--- their stream tables. If it is one of those that ends connections, it must not do so without a pause.
+-- Jobs whose worker could not record their result, mostly because it lost its connection; nor could it postpone their
+-- stream tables. A job that causes lost connections must not be retried without a pause.
 WITH lost AS (
     UPDATE pgtrickle.pgt_jobs AS j SET status = 'FAILED', finished_at = clock_timestamp(), error = l.error
     FROM unnest(%(jobs)s::bigint[], %(errors)s::text[], %(kinds)s::text[]) AS l (job_id, error, kind)

@@ -1,5 +1,5 @@
--- What a query means beyond its text: the views and functions it goes through, each with the transaction that last
--- changed it, and the labels of its enums.
+-- What determines the meaning of a query besides its text: the views and functions it uses, each with the transaction
+-- that last changed it, and the labels of its enums.
 WITH RECURSIVE reached AS (
     SELECT v.pgt_id, v.view_relid::oid AS oid
     FROM unnest(%(ids)s::bigint[], %(views)s::oid[]) AS v(pgt_id, view_relid)
@@ -17,7 +17,7 @@ WITH RECURSIVE reached AS (
     SELECT DISTINCT rules.pgt_id, d.refclassid, d.refobjid
     FROM rules
     JOIN pg_depend d ON d.classid = 'pg_rewrite'::regclass AND d.objid = rules.oid
-), called AS ( -- an aggregate calls functions of its own, and operators stand for functions
+), called AS ( -- aggregates call functions of their own, and operators stand for functions
     SELECT used.pgt_id, used.refobjid AS oid FROM used WHERE used.refclassid = 'pg_proc'::regclass
     UNION
     SELECT used.pgt_id, part.oid
@@ -33,7 +33,7 @@ WITH RECURSIVE reached AS (
 ), types AS (
     SELECT used.pgt_id, used.refobjid AS oid FROM used WHERE used.refclassid = 'pg_type'::regclass
     UNION
-    SELECT used.pgt_id, a.atttypid -- of all columns: whole rows leave no trace of theirs
+    SELECT used.pgt_id, a.atttypid -- all columns, because whole-row references do not record theirs
     FROM used
     JOIN pg_attribute a ON a.attrelid = used.refobjid AND a.attnum > 0
     WHERE used.refclassid = 'pg_class'::regclass AND a.atttypid >= 16384
@@ -43,7 +43,7 @@ SELECT v.pgt_id,
             FROM rules WHERE rules.pgt_id = v.pgt_id)
            || '/' || coalesce((SELECT string_agg(f.oid || ':' || f.xmin, ',' ORDER BY f.oid)
                                FROM functions f WHERE f.pgt_id = v.pgt_id), '')
-           -- A guard that was switched off and on again has let somebody write to the table.
+           -- While a guard trigger was disabled, somebody may have written to the table.
            || '/' || coalesce((SELECT string_agg(t.tgenabled::text || ':' || t.xmin, ',')
                                FROM pgtrickle.pgt_stream_tables s
                                JOIN pg_trigger t ON t.tgrelid = s.pgt_relid AND t.tgname = 'pgtrickle_guard'
@@ -52,7 +52,8 @@ SELECT v.pgt_id,
         pgtrickle.stable_hash(string_agg(concat_ws(':', a.attrelid, c.relname, n.nspname, a.attnum, a.attname,
                                                    a.atttypid, a.atttypmod),
                               ',' ORDER BY a.attrelid, a.attnum)
-                   -- Texts are bound to names: another function of the same name may fit better.
+                   -- Names in texts are resolved when they are parsed: a new function with the same name may be a
+                   -- better match.
                    || coalesce((SELECT string_agg(DISTINCT p.oid::text, ',') FROM functions f
                                 JOIN pg_proc o ON o.oid = f.oid AND o.oid >= 16384
                                 JOIN pg_proc p ON p.proname = o.proname AND p.pronamespace = o.pronamespace

@@ -1,4 +1,4 @@
--- A refresh that is over: the frontier, the state and the history, in the transaction that wrote the rows.
+-- A successful refresh: the frontier, the state and the history, in the transaction that wrote the rows.
 WITH moved AS (
     UPDATE pgtrickle.pgt_stream_tables
     SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,
@@ -10,7 +10,7 @@ WITH moved AS (
         last_seconds = %(seconds)s, own_seconds = %(cost)s,
         last_change_at = CASE WHEN %(rows_in)s > 0 THEN %(time)s ELSE last_change_at END,
         full_seconds = CASE WHEN %(action)s IN ('FULL', 'REINITIALIZE') THEN %(cost)s ELSE full_seconds END,
-        -- Who was refreshed in full because that seemed cheaper shall find out, some time, whether it still is.
+        -- A refresh that was FULL because that seemed cheaper will eventually check whether it still is.
         row_seconds = CASE WHEN %(action)s = 'DIFFERENTIAL' AND %(changes)s > 0
                            THEN coalesce(0.7 * row_seconds + 0.3 * %(cost)s / %(changes)s, %(cost)s / %(changes)s)
                            WHEN %(by_cost)s THEN 0.9 * row_seconds ELSE row_seconds END,
@@ -22,14 +22,14 @@ WITH moved AS (
         pgt_id, pgt_schema, pgt_name, start_time, end_time, status, action, initiated_by, reason, rows_in,
         rows_inserted,
         rows_updated, rows_deleted, phases, frontier)
-    -- A scheduler that found nothing to do has nothing to tell.
+    -- A scheduler that found nothing to do has nothing to report.
     SELECT %(id)s, %(schema)s, %(name)s, clock_timestamp() - make_interval(secs => %(seconds)s), clock_timestamp(),
            'COMPLETED', %(action)s, %(by)s, %(reason)s, %(rows_in)s, %(inserted)s, 0, %(deleted)s, %(phases)s,
            %(frontier)s
     WHERE NOT (%(action)s = 'NO_DATA' AND %(by)s = 'SCHEDULE')
     RETURNING refresh_id
 ), relayed AS (
-    -- Who reads this stream table lacks what it lacked until now.
+    -- Readers of this stream table lack the changes that it lacked until now.
     UPDATE pgtrickle_changes.pgt_activity
     SET waiting_since = (SELECT known_at FROM pgtrickle._freshness(ARRAY[%(id)s::bigint]))
     WHERE %(changed)s AND xid = pg_current_xact_id_if_assigned()::text::bigint

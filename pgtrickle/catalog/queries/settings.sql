@@ -1,4 +1,4 @@
--- The settings as the service uses them, and values that no setting can take.
+-- The settings that the service uses, and values that are not allowed.
 WITH known AS MATERIALIZED (SELECT * FROM pgtrickle._setting_sources())
 SELECT (SELECT jsonb_object_agg(name, value) FROM (
             SELECT DISTINCT ON (name) name, value FROM known WHERE value IS NOT NULL

@@ -1,5 +1,5 @@
--- Of tables of a node: the shards that it has, a query for the rows of these, and how it is told which has a row. And
--- what the shards' names stand for, where that is older than the snapshot.
+-- For tables of a node: its shards, a query for their rows, and how to tell which shard has a row. Also what the names
+-- of the shards refer to, if that is older than the snapshot.
 SELECT t, s.names, pgtrickle._local_rows_query(t::oid::regclass), pgtrickle._shard_hash_column(t::oid::regclass),
        s.lowest, s.highest, s.relids
 FROM unnest(%(tables)s::bigint[]) AS t

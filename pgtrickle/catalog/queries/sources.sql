@@ -1,4 +1,5 @@
--- The sources of stream tables as the cut sees them, with their capture and what it noticed. Many share a source.
+-- The sources of stream tables as the cut sees them, with the state of capture and its markers. Many stream tables
+-- share a source.
 WITH signed AS MATERIALIZED (
     SELECT t.source_relid, t.source_stable_name, t.buffer_relid,
            pgtrickle._capture_signature(t.source_relid) AS signature

@@ -1,4 +1,4 @@
--- What the tables that stand for those of other databases stand for. All of them: a view goes through others.
+-- The tables behind stand-ins. All of them, because views may read others.
 SELECT relid::oid::bigint AS relid, database, source_schema, source_name, source_stable_name, columns,
        nullif(key, 'null') AS key,
        resolved_by IS NOT NULL AS resolved

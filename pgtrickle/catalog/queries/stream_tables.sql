@@ -1,4 +1,4 @@
--- What a refresh must know of the stream tables it is asked for.
+-- What a refresh needs to know of the stream tables that it refreshes.
 SELECT s.pgt_id,
        s.pgt_schema,
        s.pgt_name,
@@ -20,7 +20,8 @@ SELECT s.pgt_id,
        s.row_seconds,
        CASE WHEN s.fuse_passes THEN 0
             ELSE coalesce(s.fuse_ceiling, pgtrickle._setting('fuse_default_ceiling')::bigint) END AS fuse_ceiling,
-       -- What no single database can compute is Spark's; nor does one know which shards are its own.
+       -- What no single database can compute is computed on Spark; a database does not know which shards are its own
+       -- either.
        CASE WHEN elsewhere.databases IS NOT NULL OR here.tables IS NOT NULL THEN 'spark'
             ELSE coalesce(s.placement, pgtrickle._setting('placement')) END AS placement,
        s.pooler_compatibility_mode,

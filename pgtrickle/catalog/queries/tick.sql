@@ -1,11 +1,11 @@
--- What there is to do now: stream tables that were asked for, whose sources changed, or that are due without a change;
--- and behind them those that read them. Costs as much as there is to do, however many stream tables are idle. Also
--- those that have changes and are due before the next look: they say when that is. One that reads a stream table which
--- is due now goes along with it, a little early: level by level they would be late by the time that all levels take.
+-- What is due now: stream tables with requests, with changed sources, or due without a change; and their readers. The
+-- cost depends on the work there is, not on the number of idle stream tables. Also stream tables with changes that are
+-- due before the next tick, with the time when they are. A reader of a stream table that is due now is refreshed with
+-- it, a little early: level by level, it would be late by the time that all levels take.
 WITH RECURSIVE active AS MATERIALIZED (
     SELECT DISTINCT '' AS database, source_stable_name, xid FROM pgtrickle_changes.pgt_activity
     UNION ALL
-    -- What was last seen of other databases.
+    -- Results of the last poll of other databases.
     SELECT o.database, o.database || '/' || o.name, o.xid
     FROM unnest(%(databases)s::text[], %(names)s::text[], %(xids)s::bigint[]) AS o (database, name, xid)
 ), newest AS (
@@ -29,8 +29,7 @@ WITH RECURSIVE active AS MATERIALIZED (
 ), due AS (
     SELECT s.pgt_id, s.pgt_relid, a.asked, a.asked OR s.next_due <= clock_timestamp() AS now
     FROM candidate c JOIN free s USING (pgt_id)
-    -- A request is served at once, but after a failure only when its pause is over: another request makes it try at
-    -- once.
+    -- A request is served at once; after a failure, only when the pause is over. Another request ends the pause.
     CROSS JOIN LATERAL (SELECT c.asked_at IS NOT NULL AND (s.failed_at IS NULL OR c.asked_at > s.failed_at
                                                            OR s.next_due <= clock_timestamp())) AS a (asked)
     WHERE a.asked
@@ -61,8 +60,8 @@ WITH RECURSIVE active AS MATERIALIZED (
     WHERE s.may
 )
 SELECT s.pgt_id, coalesce(due.asked, false) AS asked, s.updated_at, coalesce(s.own_seconds, 0) AS seconds,
-       -- Filling it takes a while: of what is elsewhere nothing is known here. Sizes are asked of the statistics: a
-       -- table that somebody has locked is not waited for.
+       -- The initial population takes a while. The sizes of remote tables are not known here. Sizes come from
+       -- statistics, so that a locked table is not waited for.
        s.reinit_reason IS NOT NULL AND coalesce((
            SELECT bool_or(d.source_type IN ('OTHER_DATABASE', 'FOREIGN_TABLE') OR d.through IS NOT NULL)
                OR sum(greatest(c.reltuples, pg_stat_get_live_tuples(c.oid))) > %(small_rows)s

@@ -1,4 +1,4 @@
--- Types by OID and typmod, domains resolved to what they are made of.
+-- Types by OID and typmod, with domains resolved to their base types.
 WITH RECURSIVE wanted AS (
     SELECT * FROM unnest(%(oids)s::oid[], %(typmods)s::int[]) WITH ORDINALITY AS w(oid, typmod, ord)
 ), base AS (
@@ -19,7 +19,7 @@ SELECT b.ord,
            WHERE o.opcdefault
              AND (o.opcintype = t.oid OR (o.opcintype = 'text'::regtype AND t.oid = 'varchar'::regtype))
        ) AS groupable,
-       -- By search path alone, `=` would not find the operator of a type that is in another schema.
+       -- Through the search path alone, `=` would not find the operator of a type in another schema.
        coalesce((
            SELECT format('OPERATOR(%%I.%%s)', n.nspname, o.oprname)
            FROM pg_opclass c

@@ -1,5 +1,5 @@
--- The stream table whose comparison with its query is overdue the longest. Comparing refreshes it: those with a long
--- schedule of their own are compared just after they were refreshed, or they would be fresh when nobody expects it.
+-- The stream table whose comparison with its query is most overdue. A comparison refreshes the stream table: those
+-- with a long schedule are compared right after a refresh, or they would be fresh when nobody expects it.
 SELECT s.pgt_id, c.relowner::bigint AS owner
 FROM pgtrickle.pgt_stream_tables AS s
 JOIN pg_class AS c ON c.oid = s.pgt_relid

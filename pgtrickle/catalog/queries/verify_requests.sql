@@ -1,4 +1,4 @@
--- Stream tables whose comparison with their queries somebody asked for in SQL.
+-- Stream tables whose comparison with their queries was requested in SQL.
 SELECT DISTINCT r.pgt_id, c.relowner::bigint AS owner
 FROM pgtrickle.pgt_requests AS r
 JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)

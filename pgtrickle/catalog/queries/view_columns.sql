@@ -1,4 +1,4 @@
--- Types and collations of a view's columns; a collation is named where it is not the type's own.
+-- Types and collations of a view's columns; a collation is named if it is not the default of the type.
 SELECT a.atttypid::bigint,
        a.atttypmod,
        CASE WHEN l.collname <> 'default'

@@ -6,8 +6,8 @@ AS $$
     SELECT 'BEGIN RETURN NULL; END'
 $$;
 
--- Locks the source's row until the end of the transaction, so that the answer stays true: who begins to use a source
--- waits for that row. If somebody has it already, the source is not unused.
+-- Locks the source's row until the end of the transaction, so that the answer stays true: whoever begins to use a
+-- source waits for that row. If the row is already locked, the source counts as used.
 CREATE OR REPLACE FUNCTION pgtrickle._is_unused(stable_name text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -22,10 +22,10 @@ BEGIN
 END
 $$;
 
--- Ends the capture of one source for good. Where its table cannot be locked at once, the function is made to do
--- nothing, which needs no lock: false is returned, and the next call tries the rest again. The caller says how long to
--- wait, by lock_timeout: 500 ms at most for all sources together, for that is shorter than deadlock_timeout, and
--- somebody may hold a table and wait for what the caller holds.
+-- Ends the capture of one source. If its table cannot be locked at once, the function is replaced with one that does
+-- nothing, which needs no lock; false is returned, and the next call tries the rest again. The caller sets
+-- lock_timeout: at most 500 ms for all sources together, which is shorter than deadlock_timeout, because another
+-- session may hold a table and wait for a lock of the caller.
 CREATE OR REPLACE FUNCTION pgtrickle._end_capture(stable_name text, only_unused boolean) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -46,8 +46,8 @@ BEGIN
 END
 $$;
 
--- Ends the capture of sources without a stream table; returns those whose triggers still stand. It locks them until
--- the end of the transaction, so the caller must be their owner, or an administrator; the service does it for others.
+-- Ends the capture of sources without a stream table; returns those whose triggers still exist. It locks them until
+-- the end of the transaction, so the caller must be their owner or an administrator; the service does it for others.
 CREATE OR REPLACE FUNCTION pgtrickle._untrack_unused() RETURNS SETOF regclass
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -84,8 +84,8 @@ BEGIN
 END
 $$;
 
--- Ends all capture now. Stream tables keep their contents and are suspended until resume_capture(). Returned are the
--- sources whose triggers could not be dropped because the table is locked; they do nothing any more.
+-- Ends all capture now. Stream tables keep their contents and are suspended until resume_capture(). Returns the
+-- sources whose triggers could not be dropped because the table is locked; those triggers do nothing any more.
 CREATE OR REPLACE FUNCTION pgtrickle._stop_capture() RETURNS SETOF regclass
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -93,7 +93,7 @@ DECLARE
     former text := current_setting('lock_timeout');
     tracking record;
 BEGIN
-    -- All rows at once, and nothing held meanwhile: applies of a group lock theirs in another order.
+    -- Locks all rows at once and holds nothing while waiting: the applies of a group lock rows in another order.
     LOCK TABLE pgtrickle.pgt_stream_tables IN SHARE ROW EXCLUSIVE MODE;
     UPDATE pgtrickle.pgt_stream_tables
     SET status = 'SUSPENDED',
@@ -122,7 +122,7 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._resume_stopped() RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
-    -- Only those whose sources all have their capture function back.
+    -- Only those whose sources all have their capture function again.
     UPDATE pgtrickle.pgt_stream_tables AS s
     SET status = CASE WHEN s.frontier IS NULL THEN 'INITIALIZING' ELSE 'ACTIVE' END,
         status_reason = NULL, reinit_reason = 'emergency stop', updated_at = now()
@@ -136,8 +136,8 @@ AS $$
           WHERE d.pgt_id = s.pgt_id AND (g.oid IS NULL OR p.prosrc = pgtrickle._inert_body()))
 $$;
 
--- After an emergency stop. The triggers are created with the caller's rights: returned is what remains to be run, each
--- by a role that has the TRIGGER privilege on the source.
+-- After an emergency stop. Triggers are created with the caller's rights: returns what remains to be run, each
+-- statement by a role with the TRIGGER privilege on the source.
 CREATE OR REPLACE FUNCTION pgtrickle.resume_capture() RETURNS SETOF text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$

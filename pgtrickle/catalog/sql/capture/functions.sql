@@ -1,6 +1,7 @@
--- What the capture triggers run: the text of a source's capture function, and the markers it leaves instead of rows.
+-- What capture triggers run: the text of a source's capture function, and the markers that it leaves instead of rows.
 
--- Where rows could not be captured. One marker per transaction: whoever has not seen that transaction starts over.
+-- Marks that rows could not be captured. One marker per transaction: readers that have not seen that transaction
+-- re-initialize.
 CREATE OR REPLACE FUNCTION pgtrickle._mark(stable_name text, marker text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -16,8 +17,8 @@ BEGIN
 END
 $$;
 
--- Asked only when a buffer is larger than the limit that its capture function knows: reading the setting in every
--- statement would cost as much as capturing. With a service at work the rows will be read.
+-- Called only when a buffer is larger than the limit in the text of its capture function: reading the setting in every
+-- statement would cost as much as capturing. While a service runs, the rows will be read.
 CREATE OR REPLACE FUNCTION pgtrickle._overflows(buffer regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -29,10 +30,9 @@ AS $$
 $$;
 
 -- A MERGE that moves rows to another partition leaves them out of the transition tables of its UPDATE (PostgreSQL 15
--- to 18). Nothing tells a trigger that it runs for a MERGE, so whoever cannot be seen not to be one, while rows were
--- deleted in a partition, is taken for one. `context` is what PG_CONTEXT says below the capture function: the
--- statement that fired it, but for those of SQL functions; or nothing if the client sent that statement itself, or
--- EXECUTE.
+-- to 18). A trigger cannot tell that it runs for a MERGE. So a statement that may be one counts as one if rows were
+-- deleted in a partition. `context` is the rest of PG_CONTEXT below the capture function: the statement that fired it,
+-- except those of SQL functions; nothing if the client sent that statement itself, or EXECUTE.
 CREATE OR REPLACE FUNCTION pgtrickle._hides_moved_rows(relation oid, context text) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -41,8 +41,8 @@ DECLARE
     statement text := CASE WHEN below IS NULL THEN current_query()
                            ELSE substring(below FROM '^SQL statement "(.*)"(?:\nPL/pgSQL|\nSQL|$)') END;
 BEGIN
-    -- A statement's text can contain what looks like its end: so it is taken to the last one, less the lines that
-    -- PL/pgSQL adds for each function.
+    -- The text of a statement can contain what looks like its end, so it extends to the last one, without the lines
+    -- that PL/pgSQL adds for each function.
     statement := regexp_replace(statement,
                                 '\nPL/pgSQL function [\w.$]+\([\w ,.\[\]]*\) line \d+ at [A-Za-z ]+(?=\n|$)', '', 'g');
     IF statement !~* '\m(merge|execute)\M' THEN
@@ -53,9 +53,9 @@ BEGIN
 END
 $$;
 
--- Whether a partition or child of a table has no trigger that calls this function. Rows that are written there through
--- the table would be captured, and be gone unseen when it is detached or dropped before anybody has looked.
--- pg_partition_tree() sees the present in any snapshot.
+-- Whether a partition or child of a table lacks a trigger that calls this function. Rows written there through the
+-- table would be captured, but lost when it is detached or dropped before a refresh. pg_partition_tree() ignores the
+-- snapshot.
 CREATE OR REPLACE FUNCTION pgtrickle._lacks_capture_trigger(relation oid, capture oid) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -67,9 +67,9 @@ BEGIN
 END
 $$;
 
--- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for those that are
--- not tracked. A dropped column keeps its row in pg_attribute, so looking for rows that differ finds it too. And
--- whether all is captured that is below the source.
+-- Whether the tracked columns of the source are still these: arrays indexed by column number, NULL for columns that
+-- are not tracked. A dropped column keeps its row in pg_attribute, so searching for rows that differ finds it as well.
+-- Also checks that everything below the source is captured.
 CREATE OR REPLACE FUNCTION pgtrickle._columns_fit_now(source regclass, names name[], types oid[], typmods int[])
 RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
@@ -88,11 +88,11 @@ BEGIN
 END
 $$;
 
--- The same, evaluated when a statement is planned: that is what IMMUTABLE brings about. The plan holds until the
--- source is altered, because it names the source as a regclass constant; a writer who has the table locked has heard
--- of every ALTER before. Asking the catalog in every statement took a third of what a single-row writer pays. The
--- function called here is VOLATILE so that it looks with a new snapshot: the planner's may be older than the lock on
--- the table (a cascade).
+-- The same, evaluated when a statement is planned: IMMUTABLE has that effect. The plan is valid until the source is
+-- altered, because it names the source as a regclass constant; a writer that holds a lock on the table has received
+-- every ALTER before. Reading the catalog in every statement took a third of the time of a single-row writer. The
+-- function called here is VOLATILE so that it uses a new snapshot: the planner's may be older than the lock on the
+-- table (in a cascade).
 CREATE OR REPLACE FUNCTION pgtrickle._columns_fit(source regclass, names name[], types oid[], typmods int[])
 RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
@@ -102,15 +102,15 @@ BEGIN
 END
 $$;
 
--- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail and must not store a
--- neighbour's values, whatever was done to the table since it was written: before it touches a column it compares
--- the tracked columns with the catalog, and on a difference leaves a marker. PL/pgSQL analyses each statement when it
--- is reached, so the stale INSERT does no harm. Columns of partitions are found by name; their order may differ.
--- The comparison is part of the INSERT that notes the activity, which is planned anew when the source was altered.
+-- The body of capture_<hash>(). It runs in every writer's transaction, so it must not fail or store values of the
+-- wrong column, whatever was done to the table since it was written: before it reads a column, it compares the tracked
+-- columns with the catalog, and leaves a marker if they differ. PL/pgSQL analyzes each statement when it is reached,
+-- so an outdated INSERT does no harm. Columns of partitions are found by name; their order may differ. The comparison
+-- is part of the INSERT into pgt_activity, which is planned again after the source is altered.
 --
--- A snapshot of REPEATABLE READ may be older than the table's last ALTER, which the transaction nevertheless meets.
--- There the names come from pg_identify_object_as_address() and the types from pg_typeof(), which see the present, and
--- the INSERT is another one: a plan made with such a snapshot would keep its answer for later transactions.
+-- A snapshot of REPEATABLE READ may be older than the last ALTER of the table. Names then come from
+-- pg_identify_object_as_address() and types from pg_typeof(), which ignore the snapshot, and the INSERT is a different
+-- one: a plan made with such a snapshot would keep its answer for later transactions.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_body(source regclass, stable_name text, columns smallint[], kind text)
 RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -161,7 +161,7 @@ BEGIN
 END
 $$;
 
--- Tells all capture functions the limit. Only that: the rest of their text must fit the buffer as it is.
+-- Writes the limit into all capture functions and leaves the rest of their text, which must fit the buffer as it is.
 CREATE OR REPLACE FUNCTION pgtrickle._update_buffer_limits() RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,17 +1,18 @@
--- Giving back the space of changes that nobody needs any more.
+-- Removal of changes that nobody needs any more.
 --
 -- A buffer is two tables: writers fill one until it is large, then the other, and the one they left is truncated when
 -- every stream table on the source has passed all its rows. Nothing is deleted, so nothing bloats while an old
--- snapshot keeps vacuum from working, and a refresh scans little more than what is new to it.
+-- snapshot keeps vacuum from working, and a refresh scans little more than the new rows.
 --
--- TRUNCATE takes rows away from old snapshots too. That is harmless here: whoever reads a buffer leaves out what its
--- frontier has seen, and a table goes only when all frontiers have seen all of it.
+-- TRUNCATE also removes rows from old snapshots. That is harmless here: readers of a buffer skip what their frontier
+-- has seen, and a table is truncated only when all frontiers have seen all of it.
 
--- Truncates the table that writers have left if no transaction has rows in it that a frontier does not know: neither
--- one from `bound` on nor one of `running`. `upto` is a transaction that began after they had left, where that is
--- known: it tells without a look at the rows, unless one that is still running may be among them. Writers are in the
--- other table, but cuts that begin now queue behind the lock: 20 ms per megabyte to be gained, at most a second, so
--- that many readers do not put it off for ever. `kept_upto` is the last transaction that keeps it, where one does.
+-- Truncates the table that writers have left, unless a transaction that some frontier has not seen has rows in it: one
+-- from `bound` on, or one of `running`. `upto` is a transaction that began after writers left the table, if known: it
+-- makes reading the rows unnecessary, unless a transaction that is still running may be among them. Writers use the
+-- other table, but new cuts queue behind the lock: it is waited for 20 ms per megabyte to be freed, at most a second,
+-- so that many readers do not prevent it forever. `kept_upto` is the last transaction that keeps the table, if there
+-- is one.
 CREATE OR REPLACE FUNCTION pgtrickle._empty_buffer(
     part regclass, bound bigint, running bigint[], upto bigint, OUT freed bigint, OUT kept_upto bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
@@ -29,8 +30,8 @@ BEGIN
         EXECUTE look INTO kept_upto USING bound, running;
     END IF;
     IF kept_upto IS NULL THEN
-        -- The lock means that no open transaction has rows there. Rows that came since the first look are committed,
-        -- and a new statement sees them.
+        -- With the lock, no open transaction has rows in the table. Rows that came after the first query are
+        -- committed, and a new statement sees them.
         PERFORM set_config('lock_timeout', least(1000, 20 + 20 * (size / 1048576)) || 'ms', true);
         EXECUTE format('LOCK TABLE ONLY %s IN ACCESS EXCLUSIVE MODE', part);
         IF passed IS NOT TRUE THEN
@@ -42,19 +43,20 @@ BEGIN
         freed := size;
     END IF;
 EXCEPTION WHEN lock_not_available THEN
-    -- A transaction that wrote or reads there is still open.
+    -- A transaction that wrote or reads the table is still open.
     freed := 0;
     kept_upto := upto;
 END
 $$;
 
--- Notes, when writers have been sent to the other table, a transaction later than all that may have rows in the one
--- they left. A writer has its number before it asks where to write; a subtransaction that begins now gets a later one.
+-- Records, when writers have been switched to the other table, a transaction ID later than all that may have rows in
+-- the one they left. A writer has its transaction ID before it asks where to write; a subtransaction that begins now
+-- gets a later one.
 CREATE OR REPLACE FUNCTION pgtrickle._record_buffer_switch(stable_name text, turn bigint) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    round CONSTANT bigint := 4294967296; -- xmin is the lower half of a number
+    round CONSTANT bigint := 4294967296; -- xmin is the lower half of a transaction ID
     mine bigint := pg_current_xact_id()::text::bigint;
     later bigint;
 BEGIN
@@ -62,7 +64,7 @@ BEGIN
         UPDATE pgtrickle.pgt_change_tracking AS t SET left_turn = turn, left_at = NULL
         WHERE t.source_stable_name = stable_name RETURNING t.xmin::text::bigint INTO later;
     EXCEPTION WHEN lock_not_available THEN
-        RAISE; -- the clause is what makes this a subtransaction
+        RAISE; -- the EXCEPTION clause makes this a subtransaction
     END;
     later := mine + (later - mine % round + round) % round;
     UPDATE pgtrickle.pgt_change_tracking AS t SET left_at = later WHERE t.source_stable_name = stable_name;
@@ -70,13 +72,14 @@ BEGIN
 END
 $$;
 
--- After a refresh: remove what every stream table on the source has passed. Returns the bytes given back. A refresh is
--- not to wait or fail for it: where a lock cannot be had, or another process is at it, the next refresh tries again.
+-- After a refresh: removes changes that every stream table on the source has passed, and returns the number of bytes
+-- freed. A refresh must not wait or fail for it: if a lock is not available, or another process is purging, the next
+-- refresh tries again.
 CREATE OR REPLACE FUNCTION pgtrickle._purge(stable_name text) RETURNS bigint
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
 AS $$
 DECLARE
-    -- Scanned in a few milliseconds, and a hundred times what a TRUNCATE costs to write.
+    -- Scanned in a few milliseconds, and a hundred times the cost of writing a TRUNCATE.
     large CONSTANT bigint := 1024 * 1024;
     turn regclass := to_regclass('pgtrickle_changes.turn_' || stable_name);
     parts regclass[] := ARRAY[to_regclass('pgtrickle_changes.changes_' || stable_name),
@@ -89,7 +92,7 @@ DECLARE
     emptied record;
     freed bigint := 0;
 BEGIN
-    -- An old snapshot would not see what came since.
+    -- An old snapshot would not see recent changes.
     IF turn IS NULL OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable') THEN
         RETURN 0;
     END IF;
@@ -98,7 +101,7 @@ BEGIN
     IF NOT FOUND THEN
         RETURN 0;
     END IF;
-    -- Who has not been seen for long is not waited for when there is too much: it will start over.
+    -- Above the limit, readers that have not been seen for long are not waited for: they will re-initialize.
     IF (SELECT sum(pg_stat_get_live_tuples(part)) FROM unnest(parts) AS part)
         > pgtrickle._setting('max_buffer_rows')::bigint THEN
         UPDATE pgtrickle.pgt_consumers AS c SET snapshot = NULL, proof = NULL, former_proof = NULL
@@ -113,9 +116,10 @@ BEGIN
           AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d
                       WHERE d.pgt_id = s.pgt_id AND d.source_stable_name = stable_name);
     END IF;
-    -- A stream table that is being filled has taken its cut, but its frontier is not stored yet: it will need every
-    -- change from then on. If it died, its next refresh takes the claim over. One that begins after this statement
-    -- needs nothing that this statement's snapshot has seen, and so counts as one more reader with that frontier.
+    -- A stream table in its initial population has taken its cut, but its frontier is not stored yet: it will need
+    -- every change from then on. If its process died, the next refresh takes the claim over. A refresh that begins
+    -- after this statement needs nothing that this statement's snapshot has seen, and so counts as one more reader
+    -- with that frontier.
     WITH readers AS (
         SELECT s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.frontier ->> 'node' <> n.node AS starts_over,
                s.claimed_by IS NOT NULL AS claimed, (s.frontier ->> 'snapshot')::pg_snapshot AS snapshot
@@ -125,7 +129,7 @@ BEGIN
                     JOIN pg_database AS b ON b.datname = current_database()) AS n
         WHERE d.source_stable_name = stable_name AND d.source_type <> 'DISTRIBUTED' -- the coordinator computes those
         UNION ALL
-        -- Stream tables elsewhere: one that has stored nothing yet may be at its first filling.
+        -- Stream tables of other databases: one that has stored nothing yet may be in its initial population.
         SELECT c.snapshot IS NULL, c.proof IS NOT NULL
                OR c.seen_at > clock_timestamp() - interval '10 minutes', c.snapshot
         FROM pgtrickle.pgt_consumers AS c WHERE c.source_stable_name = stable_name
@@ -140,7 +144,7 @@ BEGIN
     IF known.filling THEN
         RETURN 0;
     END IF;
-    -- No snapshot has its own transaction among those that run.
+    -- A snapshot does not list its own transaction as running.
     known.running := array_remove(known.running || pg_current_xact_id_if_assigned()::text::bigint, NULL);
     DELETE FROM pgtrickle_changes.pgt_markers
     WHERE source_stable_name = stable_name AND xid < known.bound AND xid <> ALL (known.running);
@@ -157,7 +161,7 @@ BEGIN
         emptied := pgtrickle._empty_buffer(parts[3 - written], known.bound, known.running, kept.left_at);
         freed := emptied.freed;
         IF pg_relation_size(parts[written]) >= large AND pg_relation_size(parts[3 - written]) = 0 THEN
-            PERFORM setval(turn, number + 1); -- at once and for everybody, whatever becomes of this transaction
+            PERFORM setval(turn, number + 1); -- at once and for everybody, even if this transaction is rolled back
             emptied.kept_upto := pgtrickle._record_buffer_switch(stable_name, number + 1);
             IF quiet THEN
                 emptied := pgtrickle._empty_buffer(parts[written], known.bound, known.running, NULL);

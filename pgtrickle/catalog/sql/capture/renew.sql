@@ -1,6 +1,6 @@
--- After an upgrade: capture functions as this release writes them. Only where the source still has the columns and
--- types that its buffer was made for: the others leave markers until _retrack() fits the buffer, and go on doing so. A
--- column that is altered at this moment is noticed as always, when the function runs.
+-- After an upgrade: writes the capture functions of this release. Only if the source still has the columns and types
+-- that its buffer was made for: the other functions leave markers until _retrack() updates the buffer, and continue
+-- to. A column altered at this moment is noticed as usual, when the function runs.
 CREATE OR REPLACE FUNCTION pgtrickle._renew_capture() RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -12,7 +12,7 @@ BEGIN
         JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
         JOIN pg_class AS c ON c.oid = t.source_relid
         WHERE p.prosrc <> pgtrickle._inert_body()
-          -- On other nodes than the coordinator columns have other numbers: it has them renewed there.
+          -- On other nodes columns have other numbers: the coordinator renews their functions.
           AND (t.capture_kind <> 'shards' OR pgtrickle._citus_group() = 0)
           AND t.tracked_columns = pgtrickle._stored_columns(t.source_relid, t.tracked_columns)
     LOOP
@@ -34,7 +34,7 @@ BEGIN
             PERFORM pgtrickle._grant_capture(pg_get_userbyid(c.relowner), tracking.source_relid) FROM pg_class AS c
             WHERE c.oid = tracking.source_relid;
         EXCEPTION WHEN insufficient_privilege THEN
-            -- One table's owner does not keep all others from being upgraded.
+            -- One table's owner must not keep all others from being upgraded.
             RAISE WARNING 'the capture function of % stays as it is: %', tracking.source_relid, SQLERRM;
         END;
     END LOOP;
@@ -45,9 +45,9 @@ REVOKE EXECUTE ON FUNCTION pgtrickle._renew_capture() FROM PUBLIC;
 
 SELECT pgtrickle._renew_capture();
 
--- Consumers that were there before this was noted.
+-- Consumers that existed before this was recorded.
 UPDATE pgtrickle.pgt_consumers AS c SET written_as = pgtrickle._rewrite_state(s.oid, c.columns_used)
 FROM pg_class AS s WHERE s.oid = c.source_relid AND c.written_as IS NULL;
 
--- Also where there was nothing to upgrade: `pgtrickle upgrade` is how a copy is settled by hand.
+-- Also if there was nothing to upgrade: `pgtrickle upgrade` is the way to reset a copied database by hand.
 SELECT pgtrickle._reset_copied_database();

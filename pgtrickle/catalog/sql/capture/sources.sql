@@ -1,5 +1,5 @@
--- A source and everything below it: partitions at every level, inheritance children.
--- PL/pgSQL where the service asks often, because it keeps its plans.
+-- A source and everything below it: partitions at every level, inheritance children. In PL/pgSQL, which keeps its
+-- plans, if the service calls it often.
 
 CREATE OR REPLACE FUNCTION pgtrickle._partition_tree(source regclass) RETURNS SETOF oid
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -30,8 +30,9 @@ BEGIN
 END
 $$;
 
--- Row triggers where statement triggers would not fire: a logical-replication worker fires only those, and a write
--- through the parent fires only the parent's statement triggers, not those of the partition that is the source.
+-- Row triggers are used where statement triggers would not fire: a logical-replication worker fires only row triggers,
+-- and a write through the parent fires only the parent's statement triggers, not those of the partition that is the
+-- source.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_kind(source regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -44,7 +45,7 @@ BEGIN
 END
 $$;
 
--- The columns that triggers see: a virtual generated column is not among them, the columns it is computed from are.
+-- The columns that triggers see: not virtual generated columns, but the columns that they are computed from.
 CREATE OR REPLACE FUNCTION pgtrickle._stored_columns(source regclass, columns smallint[]) RETURNS smallint[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -66,7 +67,7 @@ BEGIN
 END
 $$;
 
--- What a domain is made of, in the end; other types are themselves.
+-- The base type of a domain; other types are returned unchanged.
 CREATE OR REPLACE FUNCTION pgtrickle._base_type(type oid) RETURNS oid
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -83,9 +84,9 @@ BEGIN
 END
 $$;
 
--- The type of a buffer column, as DDL text: the source column's own, a domain's base type, so that its constraints are
--- not checked again on old values. Without its length or precision, which may be altered before anybody looks: a value
--- that was stored in the source is stored here.
+-- The type of a buffer column, as DDL text: that of the source column, or the base type of a domain, so that its
+-- constraints are not checked again on old values. Without length or precision, which may be altered before the next
+-- refresh: a value that was stored in the source can be stored here.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_type(source regclass, attribute smallint) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,7 +1,7 @@
--- The change buffer and the capture function of a source: created, widened, brought up to date.
+-- The change buffer and the capture function of a source: creating and updating them.
 
--- Who may have the changes of a table captured. The service makes capture fit the table through functions of a stream
--- table's owner.
+-- Who may have the changes of a table captured. The service updates capture through functions of a stream table's
+-- owner.
 CREATE OR REPLACE FUNCTION pgtrickle._require_trigger_right(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -15,8 +15,8 @@ BEGIN
 END
 $$;
 
--- Writes the function only if its text changed: plans that writers have cached stay valid otherwise. The text for
--- shards is safe with whatever search path a writer has.
+-- Writes the function only if its text has changed: otherwise the plans that writers have cached stay valid. The text
+-- for shards is safe with any search path of a writer.
 CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text, kind text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -32,9 +32,9 @@ BEGIN
 END
 $$;
 
--- CREATE TRIGGER takes EXECUTE on the function. Only roles that may create triggers on the source get it: attached to
--- another table, it would write into the source's buffer. Row triggers are copied by whoever creates a partition, and
--- look themselves whose they are.
+-- CREATE TRIGGER needs EXECUTE on the function. Only roles that may create triggers on the source get it: attached to
+-- another table, it would write into the source's buffer. Row triggers are copied by whoever creates a partition; they
+-- check themselves which table they are on.
 CREATE OR REPLACE FUNCTION pgtrickle._grant_capture(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -74,7 +74,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._forget_source(stable_name text) RETURNS vo
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
 BEGIN
-    -- The triggers go with their function, whoever owns the table.
+    -- Dropping the function drops its triggers, whoever owns the table.
     PERFORM pgtrickle._drop_capture_function(stable_name);
     EXECUTE format('DROP TABLE IF EXISTS pgtrickle_changes.%I, pgtrickle_changes.%I', 'spare_' || stable_name,
                    'changes_' || stable_name);
@@ -86,8 +86,8 @@ BEGIN
 END
 $$;
 
--- The name under which changes of a table are stored: a hash of its own name, or another one where a table that was
--- renamed has that, or one whose name has the same hash. Such names can be computed.
+-- The name under which changes of a table are stored: a hash of its name, or another one if that is taken by a renamed
+-- table or by one whose name has the same hash. Such names can be computed on purpose.
 CREATE OR REPLACE FUNCTION pgtrickle._stable_name(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -104,7 +104,7 @@ AS $$
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
 $$;
 
--- Under the stable name that is given, or one of its own.
+-- Under the given stable name, or one of its own.
 CREATE OR REPLACE FUNCTION pgtrickle._begin_tracking(source regclass, kind text, given_name text DEFAULT NULL)
 RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -130,8 +130,9 @@ BEGIN
     ELSIF taken_by IS NOT NULL THEN
         PERFORM pgtrickle._forget_source(stable_name);
     END IF;
-    -- Two tables in turn, so that one can be emptied; who reads the first reads both. Rows only come until all go at
-    -- once. NOT NULL would be checked for every row, which takes a twelfth of the time that capturing many takes.
+    -- Two tables, written in turn, so that one can be emptied; reading the first reads both. Rows are only added,
+    -- until all are removed at once. NOT NULL would be checked for every row, which takes a twelfth of the time of
+    -- capturing many.
     EXECUTE format('CREATE TABLE %s (__pgt_xid bigint, __pgt_w smallint) WITH (autovacuum_enabled = off)', buffer);
     EXECUTE format('CREATE TABLE pgtrickle_changes.%I () INHERITS (%s) WITH (autovacuum_enabled = off)',
                    'spare_' || stable_name, buffer);
@@ -148,8 +149,8 @@ BEGIN
 END
 $$;
 
--- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of
--- the transaction, and a stream table more needs no lock on the source.
+-- Whether the source is captured as it should be, with these columns. If so, nobody can end that before the end of the
+-- transaction, and another stream table needs no lock on the source.
 CREATE OR REPLACE FUNCTION pgtrickle._is_captured(caller name, source regclass, columns smallint[]) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -176,8 +177,8 @@ BEGIN
 END
 $$;
 
--- Makes buffer and capture function fit the source as it is now, with these columns among the tracked ones. The
--- caller holds SHARE ROW EXCLUSIVE on the source, or its triggers are yet to come. Returns the source's stable name.
+-- Makes buffer and capture function fit the current source, adding these columns to the tracked ones. The caller holds
+-- SHARE ROW EXCLUSIVE on the source, or its triggers do not exist yet. Returns the source's stable name.
 CREATE OR REPLACE FUNCTION pgtrickle._track(caller name, source regclass, columns smallint[]) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -190,7 +191,7 @@ DECLARE
     lossy boolean := false;
 BEGIN
     PERFORM pgtrickle._require_trigger_right(caller, source);
-    -- Two who begin on the same source: the second finds what the first made.
+    -- If two sessions begin with the same source, the second finds what the first created.
     PERFORM pgtrickle._lock('track ' || source::oid);
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_change_tracking WHERE source_relid = source) THEN
         PERFORM pgtrickle._begin_tracking(source, kind);

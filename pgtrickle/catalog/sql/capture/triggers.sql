@@ -1,4 +1,4 @@
--- The capture triggers, created with the rights of whoever creates the stream table.
+-- The capture triggers, created with the rights of the role that creates the stream table.
 
 CREATE OR REPLACE FUNCTION pgtrickle._create_capture_trigger(relation regclass, operation text, stable_name text,
                                                              kind text)
@@ -18,7 +18,7 @@ BEGIN
 END
 $$;
 
--- Whom a lock on the source and everything below it waits for.
+-- The processes that a lock on the source and everything below it waits for.
 CREATE OR REPLACE FUNCTION pgtrickle._lock_holders(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -51,8 +51,8 @@ BEGIN
 END
 $$;
 
--- Waits for the writers of the source and keeps new ones out. LOCK TABLE needs a right to write; who has only TRIGGER
--- gets the same lock by creating a trigger, under a name that the capture function does not heed.
+-- Waits for the writers of the source and keeps new ones out. LOCK TABLE needs a privilege to write; a role that has
+-- only TRIGGER gets the same lock by creating a trigger with a name that the capture function ignores.
 CREATE OR REPLACE FUNCTION pgtrickle._lock_source(source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -116,7 +116,7 @@ BEGIN
             EXECUTE format('ALTER TABLE %s ENABLE ALWAYS TRIGGER %I', wanted.relation, wanted.name);
         END IF;
     END LOOP;
-    IF covered THEN -- plans of writers that have found it otherwise are made anew
+    IF covered THEN -- makes writers plan again that have cached the previous answer
         PERFORM pgtrickle._create_capture_trigger(source, 'TRUNCATE', tracking.source_stable_name,
                                                   tracking.capture_kind);
         IF (SELECT pg_has_role(c.relowner, 'USAGE') FROM pg_class AS c WHERE c.oid = source) THEN
@@ -124,7 +124,7 @@ BEGIN
                            'pgtrickle_capture_truncate_' || tracking.source_stable_name);
         END IF;
     END IF;
-    -- A partition that was detached keeps its triggers, which do nothing any more.
+    -- A detached partition keeps its triggers, which do nothing any more.
     FOR wanted IN
         SELECT t.tgrelid::regclass AS relation, t.tgname AS name
         FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
@@ -137,7 +137,7 @@ BEGIN
 END
 $$;
 
--- Capture these columns of the source, besides those already tracked. Order: lock, buffer and function, triggers.
+-- Captures these columns of the source, besides those already tracked. Order: lock, buffer and function, triggers.
 CREATE OR REPLACE FUNCTION pgtrickle._attach(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -173,15 +173,15 @@ BEGIN
 END
 $$;
 
--- After a rename, a new partition, a trigger that was disabled: capture as it should be.
+-- Restores capture after a rename, a new partition or a disabled trigger.
 CREATE OR REPLACE FUNCTION pgtrickle._retrack(source regclass) RETURNS text
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._attach(source)
 $$;
 
--- Of a source and all below it: what changes when a partition or child is attached or detached, when a generated
--- column is computed differently, and when a restart may have emptied an unlogged table.
+-- The state of a source and everything below it: changes when a partition or child is attached or detached, when a
+-- generated column is computed differently, and when a restart may have emptied an unlogged table.
 CREATE OR REPLACE FUNCTION pgtrickle._partition_tree_state(source regclass, tree oid[]) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 AS $$
@@ -197,9 +197,9 @@ BEGIN
 END
 $$;
 
--- Changes whenever rows of the source may have come or gone unseen: a trigger disabled, missing or made anew; a
+-- Changes whenever changes of the source may have been missed: a trigger disabled, missing or created again; a
 -- partition or child attached or detached; a generated column computed differently; an unlogged table that a restart
--- may have emptied; one of `columns` renamed, retyped, dropped. Planning it anew each time would take most of the
+-- may have emptied; one of `columns` renamed, retyped or dropped. Planning the query each time would take most of its
 -- time.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_signature(source regclass, columns smallint[] DEFAULT '{}') RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan

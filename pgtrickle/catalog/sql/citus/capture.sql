@@ -1,9 +1,8 @@
--- Capture of tables that Citus has, or may have at any time. Triggers on a distributed table are Citus's business: it
--- puts them on the shards, and carries them along when shards move. They write into buffers of the node that they fire
--- on.
+-- Capture of tables that Citus manages, or may manage at any time. Citus creates the triggers of a distributed table
+-- on its shards, and moves them with the shards. They write into buffers of the node on which they fire.
 
--- What nodes have to know to capture a table's changes. The function's text is the same everywhere, for Citus copies
--- functions to new nodes: it names no table by its number, and every column by its name.
+-- What nodes need to know to capture the changes of a table. The text of the function is the same everywhere, because
+-- Citus copies functions to new nodes: it contains no OIDs of tables, and names every column.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_spec(source regclass) RETURNS jsonb
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -11,7 +10,7 @@ AS $$
         'name', format('%I.%I', n.nspname, c.relname),
         'stable_name',
         coalesce((SELECT t.source_stable_name FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_relid = source),
-                                -- One that Citus made anew has kept its triggers.
+                                -- A table that Citus re-created has kept its triggers.
                                 (SELECT min(t.source_stable_name) FROM pgtrickle.pgt_change_tracking AS t
                                  JOIN pg_trigger AS g ON g.tgrelid = source
                                    AND g.tgname = 'pgtrickle_capture_insert_' || t.source_stable_name
@@ -25,9 +24,9 @@ AS $$
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source
 $$;
 
--- The same with what this node knows of the table itself. Of what is said by others only numbers of columns are taken:
--- those of the coordinator, for on other nodes a table has no dropped columns. Nobody may capture under the name of
--- another table.
+-- The same, with what this node knows of the table itself. Only column numbers are taken from the argument: those of
+-- the coordinator, because on other nodes a table has no dropped columns. Nobody may capture under the name of another
+-- table.
 CREATE OR REPLACE FUNCTION pgtrickle._local_shard_spec(caller name, source regclass, said jsonb) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -74,10 +73,11 @@ BEGIN
 END
 $$;
 
--- FROM clause of a capture trigger's statements: r.types tells what types these columns have now, no row if none was
--- touched. PostgreSQL knows the columns of a transition table when it analyses a statement, whatever the snapshot is,
--- and does so anew after an ALTER; no catalog is asked. The planner makes a NULL of each CASE, of its column's type,
--- and record_send() writes types. A name that is not found there is found in `lacking`, with another type.
+-- FROM clause of the statements of a capture trigger: r.types are the current types of these columns; no row if no row
+-- was changed. PostgreSQL reads the columns of a transition table when it analyzes a statement, whatever the snapshot
+-- is, and again after an ALTER, without reading a catalog. The planner replaces each CASE by a NULL of its column's
+-- type, and record_send() writes types. A name that the transition table lacks is found in `lacking`, with another
+-- type.
 CREATE OR REPLACE FUNCTION pgtrickle._column_types_clause(definition jsonb, transition_table text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -90,8 +90,8 @@ AS $$
     FROM jsonb_to_recordset(definition -> 'columns') AS c (attnum int, name text, type oid)
 $$;
 
--- In the trigger of a partition: whether it still is one, of what is captured under this name. pg_partition_root()
--- knows it in any snapshot, but whether that has its trigger an old one may not tell.
+-- In the trigger of a partition: whether it still is a partition of the table captured under this name.
+-- pg_partition_root() ignores the snapshot, but an old snapshot may not show whether the root has its trigger.
 CREATE OR REPLACE FUNCTION pgtrickle._is_partition(stable_name text, relation oid) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -111,8 +111,8 @@ BEGIN
 END
 $$;
 
--- Whether all is captured that is below the partitioned tables which are captured under this name and which this
--- session has locked: those that it writes to. The text that many shards share cannot say which one that is.
+-- Whether everything is captured below the partitioned tables that are captured under this name and locked by this
+-- session, that is, written by it. The text is shared by many shards and cannot name the table.
 CREATE OR REPLACE FUNCTION pgtrickle._partitions_fit_now(stable_name text) RETURNS boolean
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -128,9 +128,8 @@ BEGIN
 END
 $$;
 
--- The same when a statement is planned, as _columns_fit() does it for plain tables: PL/pgSQL has plans of its own for
--- each shard, and a plan that reads a transition table is made anew when partitions of the table that the trigger is
--- on come or go.
+-- The same when a statement is planned, as _columns_fit() does for plain tables: PL/pgSQL has separate plans for each
+-- shard, and a plan that reads a transition table is made again when partitions of the trigger's table come or go.
 CREATE OR REPLACE FUNCTION pgtrickle._partitions_fit(stable_name text) RETURNS boolean
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -139,14 +138,14 @@ BEGIN
 END
 $$;
 
--- The body of capture_<hash>(). As the one for plain tables it must not fail and must not store a neighbour's values,
+-- The body of capture_<hash>(). Like the one for plain tables, it must not fail or store values of the wrong column,
 -- whatever was done to the table since.
 --
--- Nearly always all is well. That is known with one statement: a single-row writer pays half a microsecond for every
--- operator and function that PL/pgSQL meets, ten for every statement, and five for a search path, hence all names are
--- qualified here. The second table of a buffer is written every other turn, see _purge().
+-- One statement finds out that nothing is wrong, as is nearly always the case: a single-row writer pays half a
+-- microsecond for every operator and function in PL/pgSQL, ten for every statement, and five for a search path, so all
+-- names are qualified. The second table of a buffer is written every other turn, see _purge().
 --
--- A column that is not there fails a statement when it is planned: not before the one that compares columns was run.
+-- A missing column fails a statement when it is planned: not before the statement that compares columns has run.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -201,7 +200,7 @@ END
 $$;
 
 -- What a trigger stores. `selected` are the values of the columns in a row r. Weights have their column's type: a cast
--- would be one more node above the two halves of an UPDATE.
+-- would add a plan node above the two halves of an UPDATE.
 CREATE OR REPLACE FUNCTION pgtrickle._changes_query(operation text, selected text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -212,9 +211,9 @@ AS $$
     WHERE c.not_by <> operation
 $$;
 
--- Where a capture function cannot see that all is well, and rows were touched: leaves a marker, or returns the
--- statement that stores the rows, for only the function itself can read its transition tables. It is run with whatever
--- search path the writer has.
+-- If a capture function cannot prove that nothing is wrong and rows were changed: leaves a marker, or returns the
+-- statement that stores the rows, because only the capture function can read its transition tables. That statement
+-- runs with the writer's search path.
 CREATE OR REPLACE FUNCTION pgtrickle._store_or_mark(
     stable_name text, operation text, relation oid, fits boolean, targets text, selected text)
 RETURNS text
@@ -227,7 +226,7 @@ DECLARE
     marker text;
 BEGIN
     IF operation = 'TRUNCATE' THEN
-        IF pgtrickle._citus_placement(relation) = 'local' THEN -- else its shards tell
+        IF pgtrickle._citus_placement(relation) = 'local' THEN -- otherwise its shards report it
             PERFORM pgtrickle._mark(stable_name, 'TRUNCATE');
         END IF;
         RETURN 'SELECT';

@@ -1,4 +1,4 @@
--- Citus: whether it is there, what kind of table a source is for it, and which of its rows are on this node.
+-- Citus: whether it is installed, how it stores a source, and which of its rows are on this node.
 
 CREATE OR REPLACE FUNCTION pgtrickle._has_citus() RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -6,7 +6,7 @@ AS $$
     SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')
 $$;
 
--- The group of this node: 0 on a coordinator, and where there is no Citus.
+-- The group of this node: 0 on a coordinator, and without Citus.
 CREATE OR REPLACE FUNCTION pgtrickle._citus_group() RETURNS integer
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -38,14 +38,14 @@ BEGIN
 END
 $$;
 
--- Whether the rows of a table are in shards, on whatever nodes: many, or one.
+-- Whether the rows of a table are in one or many shards, on any nodes.
 CREATE OR REPLACE FUNCTION pgtrickle._is_distributed(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pgtrickle._citus_placement(relation) IN ('distributed', 'single_shard')
 $$;
 
--- The column whose hash tells in which shard a row is.
+-- The column whose hash determines the shard of a row.
 CREATE OR REPLACE FUNCTION pgtrickle._distribution_column(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -58,8 +58,8 @@ BEGIN
 END
 $$;
 
--- Whether a table is captured as one that Citus has, or may have at any time: any table of a database with Citus,
--- partitioned or not, but for those of an inheritance of another kind, which Citus does not distribute.
+-- Whether a table is captured like one that Citus manages or may manage at any time: any table of a database with
+-- Citus, partitioned or not, except those with inheritance other than partitioning, which Citus does not distribute.
 CREATE OR REPLACE FUNCTION pgtrickle._is_citus_source(relation regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -73,8 +73,8 @@ AS $$
                                WHERE r.srrelid IN (SELECT pgtrickle._partition_tree(relation))))
 $$;
 
--- Whether a table is there no more under its name: it was dropped, Citus has made a shard of it (pg_class does not
--- show those), or what was one waits to be dropped.
+-- Whether a table no longer exists under its name: it was dropped, Citus turned it into a shard (pg_class does not
+-- show those), or it is a former shard waiting to be dropped.
 CREATE OR REPLACE FUNCTION pgtrickle._is_gone(relation oid) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -87,7 +87,7 @@ BEGIN
 END
 $$;
 
--- The shards of a distributed table that are on this node, with the hashes of their rows.
+-- The shards of a distributed table on this node, with the ranges of their hashes.
 CREATE OR REPLACE FUNCTION pgtrickle._local_shards(relation regclass)
 RETURNS TABLE (shardid bigint, shard text, lower_hash integer, upper_hash integer)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -103,9 +103,9 @@ BEGIN
 END
 $$;
 
--- The column by whose hash the shards of a table can be told: one of a type that all nodes hash alike. The labels of
--- an enum and what regclass and its kin name have other numbers on every node; strings that are equal and not the same
--- take the column's own collation.
+-- The column whose hash identifies the shard of a row: of a type that all nodes hash alike. Labels of enums, and the
+-- objects of regclass and similar types, have different OIDs on every node; equal strings that are not identical need
+-- the column's own collation.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_hash_column(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -117,7 +117,7 @@ AS $$
       AND t.typname NOT LIKE 'reg%'
 $$;
 
--- A query for the rows of a distributed table that are on this node. The table itself would give those of all nodes.
+-- A query for the rows of a distributed table on this node. The table itself would return those of all nodes.
 CREATE OR REPLACE FUNCTION pgtrickle._local_rows_query(relation regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -139,7 +139,7 @@ BEGIN
 END
 $$;
 
--- The name under which a node is known among the registered databases; none that a query could name.
+-- The name of a node among the registered databases; a query cannot contain such a name.
 CREATE OR REPLACE FUNCTION pgtrickle._node_name(groupid integer) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$

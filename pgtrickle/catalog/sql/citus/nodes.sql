@@ -1,4 +1,4 @@
--- The nodes of the cluster as databases that distributed tables are read from.
+-- The nodes of the cluster as databases from which distributed tables are read.
 
 CREATE OR REPLACE FUNCTION pgtrickle._register_node(groupid integer, dsn text, node text,
                                                     registered_by name DEFAULT current_user) RETURNS void
@@ -15,7 +15,7 @@ BEGIN
 END
 $$;
 
--- A distributed table is read from all nodes from now on.
+-- From now on a distributed table is read from all nodes.
 CREATE OR REPLACE FUNCTION pgtrickle._read_from_nodes(caller name, source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -49,14 +49,14 @@ BEGIN
     PERFORM pgtrickle._update_shards(source,
                                      ARRAY(SELECT pgtrickle._node_name(n.groupid) FROM pgtrickle._citus_nodes() AS n
                                            WHERE n.groupid <> 0));
-    IF known.relid IS NULL THEN -- also where there are no other nodes
+    IF known.relid IS NULL THEN -- also if there are no other nodes
         PERFORM pgtrickle._register_sources(s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = source);
     END IF;
 END
 $$;
 
--- How many groups of nodes there ever were: one that came and went between two looks may have had shards.
+-- The number of node groups that ever existed: one that came and went between two calls may have had shards.
 CREATE OR REPLACE FUNCTION pgtrickle._groups_issued() RETURNS bigint
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -65,7 +65,7 @@ BEGIN
 END
 $$;
 
--- The last placement of a shard of a table: another one after every move.
+-- The last placement of a shard of a table: a new one after every move.
 CREATE OR REPLACE FUNCTION pgtrickle._last_placement_id(relation regclass) RETURNS bigint
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -75,7 +75,7 @@ BEGIN
 END
 $$;
 
--- Shards that moved while all nodes captured them are no matter.
+-- Shards that moved while all nodes captured them need no re-initialization.
 CREATE OR REPLACE FUNCTION pgtrickle._record_placements() RETURNS void
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -84,7 +84,7 @@ AS $$
       AND t.placed_upto IS DISTINCT FROM pgtrickle._last_placement_id(t.relid)
 $$;
 
--- Nodes that the cluster has no longer, and that no table is read from, are forgotten.
+-- Removes nodes that have left the cluster and that no table is read from.
 CREATE OR REPLACE FUNCTION pgtrickle._forget_nodes() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -116,8 +116,7 @@ AS $$
                    WHERE t.relid = relation AND t.database_set = '@cluster')
 $$;
 
--- A node that has shards of a distributed table and is not among those that it is read from. The coordinator always
--- is.
+-- A node that has shards of a distributed table and that the table is not read from. The coordinator always is.
 CREATE OR REPLACE FUNCTION pgtrickle._unread_node(relation regclass) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -133,8 +132,8 @@ BEGIN
 END
 $$;
 
--- Distributed tables that are not read from all nodes of the cluster, at their addresses, or from one that it has no
--- longer.
+-- Distributed tables that are not read from all nodes of the cluster at their current addresses, or that are read from
+-- a node that has left.
 CREATE OR REPLACE FUNCTION pgtrickle._outdated_distributed_tables() RETURNS SETOF regclass
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -155,9 +154,9 @@ BEGIN
 END
 $$;
 
--- Stream tables whose sources are placed otherwise than when they were last looked at, or were made anew by Citus,
--- which makes the views on them anew too: bound again. Gives the tables that are captured as Citus has them, to be
--- looked at.
+-- Binds stream tables again whose sources have moved in the cluster since the last call, or were re-created by Citus,
+-- which also re-creates the views on them. Returns the tables captured through Citus, whose capture the caller has to
+-- check.
 CREATE OR REPLACE FUNCTION pgtrickle._follow_placements(ids bigint[]) RETURNS TABLE (id bigint, relation regclass)
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -183,16 +182,16 @@ BEGIN
                       AND NOT stream_table.through_coordinator
                       OR NOT EXISTS (SELECT FROM pg_class AS c WHERE c.oid = d.source_relid)
                       OR t.capture_kind = 'statement' AND pgtrickle._is_citus_source(d.source_relid)
-                      -- what began before failed
+                      -- an earlier attempt failed
                       OR t.capture_kind IS NULL AND d.source_type IN ('TABLE', 'PARTITIONED')
                       AND pgtrickle._is_citus_source(d.source_relid)
                       OR pgtrickle._unread_node(d.through) IS NOT NULL
-                      -- Of an earlier version, which did not read the coordinator.
+                      -- Created by an earlier version, which did not read the coordinator.
                       OR pgtrickle._is_read_from_nodes(d.through)
                       AND NOT EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS h
                                                                          WHERE h.pgt_id = d.pgt_id
                                                                            AND h.source_relid = d.through)));
-        -- A table that is not distributed any more is read here again.
+        -- A table that is no longer distributed is read here again.
         DELETE FROM pgtrickle.pgt_sharded_tables AS t
         WHERE t.database_set = '@cluster' AND NOT pgtrickle._is_distributed(t.relid);
         UPDATE pgtrickle.pgt_stream_tables AS s
@@ -214,8 +213,8 @@ BEGIN
 END
 $$;
 
--- Distributed tables that no stream table reads are not read from the nodes any more. Gives the nodes' names, where
--- capture is to be ended.
+-- Stops reading distributed tables from nodes if no stream table reads them. Returns the names of the nodes, where
+-- capture has to end.
 CREATE OR REPLACE FUNCTION pgtrickle._unused_nodes() RETURNS SETOF text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$

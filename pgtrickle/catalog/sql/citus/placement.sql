@@ -1,7 +1,7 @@
 -- Where a stream table is in a Citus cluster: on the coordinator, on all nodes, or distributed.
 
--- What we create is this node's, but for what is said to be everybody's. Gives the setting as it was; NULL without
--- Citus.
+-- Objects created by pgtrickle belong to this node, except where propagation is turned on. Returns the previous
+-- setting; NULL without Citus.
 CREATE OR REPLACE FUNCTION pgtrickle._disable_ddl_propagation() RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -16,7 +16,7 @@ BEGIN
 END
 $$;
 
--- As it was asked for. Of itself a stream table is placed if it reads a distributed table; its first filling then
+-- As requested. By default a stream table is distributed if it reads a distributed table; its initial population then
 -- decides how.
 CREATE OR REPLACE FUNCTION pgtrickle._choose_st_placement(view regclass, wanted text, distribution_column text)
 RETURNS text
@@ -43,9 +43,9 @@ BEGIN
 END
 $$;
 
--- A table that every apply to a placed stream table writes. It is one of Citus's own, on the coordinator only: that
--- makes such a transaction commit in two phases, here and on the nodes. It has no place in the catalog, which nodes
--- have too.
+-- A table that every apply to a distributed stream table writes. Citus manages it, on the coordinator only: that makes
+-- such a transaction commit in two phases, here and on the nodes. It is not in the catalog, because nodes have one as
+-- well.
 CREATE OR REPLACE FUNCTION pgtrickle._prepare_two_phase_commit() RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -81,7 +81,7 @@ BEGIN
 END
 $$;
 
--- With the rights of its owner, while it is empty.
+-- Runs with the rights of its owner, while the table is empty.
 CREATE OR REPLACE FUNCTION pgtrickle._distribute_stream_table(id bigint, placement text, distribution_column text)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -104,8 +104,8 @@ BEGIN
 END
 $$;
 
--- Whether distributed tables are read by queries of the coordinator: in full, and not at a moment that is common to
--- all nodes. Only where that was asked for.
+-- Whether distributed tables are read in full by queries of the coordinator, not at one moment on all nodes. Only if
+-- that was requested.
 CREATE OR REPLACE FUNCTION pgtrickle._is_read_through_coordinator(view regclass, refresh_mode text) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,6 +1,6 @@
--- What an operator of a Citus cluster asks: is every node captured and followed? And who works on what.
+-- For the operator of a Citus cluster: is every node captured and polled, and who is working on what?
 
--- What a node has of each source: its shards here, those that lack a trigger, and the changes that wait in its buffer.
+-- What a node has of each source: its shards there, those that lack a trigger, and the changes in its buffer.
 CREATE OR REPLACE FUNCTION pgtrickle._node_report() RETURNS jsonb
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -75,7 +75,7 @@ CREATE OR REPLACE VIEW pgtrickle.citus_status AS SELECT * FROM pgtrickle._citus_
 COMMENT ON VIEW pgtrickle.citus_status IS 'Nodes of the Citus cluster and what is captured '
                                           'there. Empty in a database without Citus.';
 
--- Locks are rows with a lease: they hold for the whole cluster, and end with the process that has them.
+-- Locks are rows with a lease: they are valid in the whole cluster, and end with their process.
 CREATE OR REPLACE VIEW pgtrickle.st_locks AS
     SELECT s.pgt_id, h.pid AS locked_by, h.host AS locked_on, h.lease_expires AS held_until,
            h.lease_expires < clock_timestamp() AS stale

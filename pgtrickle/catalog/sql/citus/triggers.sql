@@ -1,7 +1,6 @@
--- Buffers and triggers of tables that Citus has, set up on every node and kept as they should be.
+-- Buffers and triggers of tables that Citus manages, created on every node and kept up to date.
 
--- Whether columns of a table that is captured by names have others now. Two that took each other's are not missed by
--- anybody.
+-- Whether columns of a table captured by name have been renamed. If two columns swap names, no name is missing.
 CREATE OR REPLACE FUNCTION pgtrickle._columns_renamed(source regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -11,8 +10,8 @@ AS $$
                    WHERE t.source_relid = source AND a.attname <> c.value)
 $$;
 
--- Buffer and capture function on this node, made or brought up to date. What a buffer has it keeps: older changes may
--- still be read.
+-- Creates or updates the buffer and the capture function on this node. Columns are not removed from the buffer: older
+-- changes may still be read.
 CREATE OR REPLACE FUNCTION pgtrickle._track_shards(caller name, source regclass, said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -25,7 +24,7 @@ DECLARE
 BEGIN
     PERFORM pgtrickle._require_trigger_right(caller, source);
     PERFORM pgtrickle._lock('track ' || source::oid);
-    -- Citus makes a table anew to distribute it otherwise. Its triggers stay, and so does what belongs to them.
+    -- Citus re-creates a table to distribute it differently. Its triggers remain, and so does what belongs to them.
     UPDATE pgtrickle.pgt_change_tracking AS t SET source_relid = source
     WHERE t.source_stable_name = stable_name AND t.capture_kind = 'shards' AND t.source_relid <> source
       AND pgtrickle._is_gone(t.source_relid);
@@ -65,7 +64,8 @@ BEGIN
 END
 $$;
 
--- What can be written to on this node: the shards of a table and of its partitions, or these themselves.
+-- The tables that can be written to on this node: the shards of a table and of its partitions, or these tables
+-- themselves.
 CREATE OR REPLACE FUNCTION pgtrickle._local_capture_targets(source regclass)
 RETURNS TABLE (relation regclass, suffix text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -85,8 +85,8 @@ BEGIN
 END
 $$;
 
--- One of the four capture triggers, of a table or of a shard, whose triggers have its number behind their names. Those
--- of partitions have an argument.
+-- One of the four capture triggers, of a table or of a shard. The names of a shard's triggers end with its number.
+-- Triggers of partitions have an argument.
 CREATE OR REPLACE FUNCTION pgtrickle._create_shard_trigger(relation regclass, operation text, stable_name text,
                                                            suffix text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -103,9 +103,9 @@ BEGIN
 END
 $$;
 
--- Triggers that lack here: Citus sends those for TRUNCATE to shards that move, not to those that are there; and
--- somebody may have switched one off. Replacing one waits for the writers of its table, and keeps new ones out until
--- the end of the transaction.
+-- Creates missing triggers on this node: Citus creates those for TRUNCATE on shards that move, not on existing ones;
+-- and a user may have disabled one. Replacing a trigger waits for the writers of its table, and keeps new ones out
+-- until the end of the transaction.
 CREATE OR REPLACE FUNCTION pgtrickle._attach_local_triggers(source regclass, stable_name text, lock_out boolean)
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -129,7 +129,7 @@ BEGIN
             covered := covered OR pg_partition_root(wanted.relation) <> wanted.relation;
         END IF;
     END LOOP;
-    IF covered THEN -- plans of writers that have found it otherwise are made anew
+    IF covered THEN -- makes writers plan again that have cached the previous answer
         PERFORM pgtrickle._create_shard_trigger(h.relation, 'TRUNCATE', stable_name, h.suffix)
         FROM pgtrickle._local_capture_targets(source) AS h
         WHERE pg_partition_root(h.relation) = h.relation;
@@ -137,7 +137,7 @@ BEGIN
 END
 $$;
 
--- Who has read a table before starts over: nobody knows since when a trigger was not there.
+-- Makes readers of a table re-initialize, because it is not known how long a trigger was missing.
 CREATE OR REPLACE FUNCTION pgtrickle._mark_gap(caller name, source regclass, stable_name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -148,8 +148,8 @@ BEGIN
 END
 $$;
 
--- Capture on this node as it should be, but for the triggers that Citus makes. Who has begun to write under another
--- text of the function must have ended before rows are read: what it stores is what that text says.
+-- Updates capture on this node, except for the triggers that Citus creates. Writers that began with another text of
+-- the function must have ended before rows are read: they store what that text says.
 CREATE OR REPLACE FUNCTION pgtrickle._align_shard_capture(said jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -163,7 +163,7 @@ DECLARE
 BEGIN
     PERFORM pgtrickle._disable_ddl_propagation(), set_config('lock_timeout', timeout, true);
     attached := EXISTS (SELECT FROM pg_trigger AS t WHERE t.tgrelid = source AND t.tgfoid = capture)
-                -- for each row: they go
+                -- row triggers, which will be dropped
                 AND NOT EXISTS (SELECT FROM pg_trigger AS t
                                 WHERE t.tgrelid = source AND t.tgfoid = capture AND t.tgtype & 1 = 1);
     IF attached THEN
@@ -185,8 +185,8 @@ EXCEPTION WHEN lock_not_available THEN
 END
 $$;
 
--- Lets DDL reach the shards, on all nodes, and has them wait for locks no longer than we do: Citus passes on what SET
--- LOCAL says, and nothing else. Gives what was set before, for _restore_ddl_settings().
+-- Lets DDL propagate to the shards on all nodes, which wait for locks no longer than this transaction: Citus passes on
+-- only what SET LOCAL sets. Returns the previous settings, for _restore_ddl_settings().
 CREATE OR REPLACE FUNCTION pgtrickle._enable_ddl_propagation() RETURNS jsonb
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -203,8 +203,7 @@ BEGIN
 END
 $$;
 
--- The rest of the transaction is somebody else's: the nodes have their own lock_timeout again, and all settings here
--- are what they were.
+-- For the rest of the transaction the nodes have their own lock_timeout again, and all settings here are restored.
 CREATE OR REPLACE FUNCTION pgtrickle._restore_ddl_settings(former jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -214,7 +213,8 @@ BEGIN
 END
 $$;
 
--- The triggers, by the coordinator. Every node has its buffer already, or its writers' changes would be missed.
+-- Creates the triggers, on the coordinator. Every node already has its buffer, or changes of its writers would be
+-- lost.
 CREATE OR REPLACE FUNCTION pgtrickle._attach_shards(source regclass) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -226,7 +226,7 @@ DECLARE
     problem text[] := pgtrickle._node_capture_problem(source);
 BEGIN
     IF pgtrickle._citus_group() <> 0 THEN
-        RETURN stable_name; -- on a node, which the coordinator has told what to capture
+        RETURN stable_name; -- on a node, the coordinator has decided what to capture
     ELSIF problem IS NOT NULL THEN
         RAISE EXCEPTION 'changes of % cannot be captured: %', source, problem[1]
             USING ERRCODE = 'feature_not_supported', HINT = problem[2];
@@ -249,7 +249,7 @@ BEGIN
     LOOP
         PERFORM pgtrickle._create_shard_trigger(wanted.relation, wanted.operation, stable_name, '');
     END LOOP;
-    -- Those of a partition that was detached do nothing any more. pg_class does not show shards.
+    -- Triggers of a detached partition do nothing any more. pg_class does not show shards.
     FOR wanted IN
         SELECT t.tgrelid::regclass AS relation, t.tgname FROM pg_trigger AS t JOIN pg_class AS c ON c.oid = t.tgrelid
         WHERE t.tgfoid = to_regprocedure('pgtrickle_changes.capture_' || stable_name || '()')
@@ -265,7 +265,7 @@ BEGIN
 END
 $$;
 
--- With the triggers that call it. A coordinator's goes on all nodes.
+-- Also drops the triggers that call it. On a coordinator, it is dropped on all nodes.
 CREATE OR REPLACE FUNCTION pgtrickle._drop_capture_function(stable_name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -284,10 +284,10 @@ BEGIN
 END
 $$;
 
--- Changes when a table is placed otherwise, and with all that _capture_signature() of other tables changes with;
--- 'lacking' while what can be written to here lacks a trigger, or the coordinator has no copy of a reference table.
--- Shards may come and go: what changed of them before is in the buffer of the node that they were on, and the changes
--- of all nodes together are those of the table.
+-- Changes when a table is distributed differently, and whenever _capture_signature() of other tables would change;
+-- 'lacking' while a table written on this node lacks a trigger, or the coordinator has no copy of a reference table.
+-- Shards may come and go: earlier changes are in the buffer of the node that they were on, and the changes of all
+-- nodes together are those of the table.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_signature(source regclass, stable_name text) RETURNS text
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -307,7 +307,7 @@ BEGIN
     END IF;
     RETURN pgtrickle.stable_hash(concat_ws('|', 'shards', placement,
         (SELECT p.prosrc = pgtrickle._inert_body() FROM pg_proc AS p WHERE p.oid = capture),
-        -- Those for TRUNCATE are made anew at times, to lock writers out.
+        -- Triggers for TRUNCATE are sometimes created again, to keep writers out.
         (SELECT string_agg(concat_ws(' ', t.tgrelid, t.tgname, t.xmin), ',' ORDER BY t.tgrelid, t.tgname)
          FROM pg_trigger AS t
          WHERE t.tgrelid = ANY (tree) AND t.tgfoid = capture
@@ -316,7 +316,7 @@ BEGIN
 END
 $$;
 
--- The same on all other nodes, each in a transaction of its own, with the rights of whoever calls.
+-- The same on all other nodes, each in its own transaction, with the rights of the caller.
 CREATE OR REPLACE FUNCTION pgtrickle._align_node_capture(source regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$

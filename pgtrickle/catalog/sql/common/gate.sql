@@ -1,7 +1,7 @@
--- The gate: how everybody but administrators has something done that only the catalog's owner can do. `UPDATE
--- pgtrickle.gate` names an action and its arguments. The caller in the old row is made by the view, so it is
--- current_user as PostgreSQL knows it: of whoever runs the UPDATE, which inside a SECURITY DEFINER function is that
--- function's owner. Nobody can pass as somebody else.
+-- The gate: how roles other than administrators request actions that only the owner of the catalog can perform.
+-- `UPDATE pgtrickle.gate` names an action and its arguments. The view puts the caller into the old row, so it is the
+-- current_user that PostgreSQL knows: the role that runs the UPDATE, or inside a SECURITY DEFINER function that
+-- function's owner. Nobody can act as another role.
 
 CREATE OR REPLACE VIEW pgtrickle.gate AS
 SELECT current_user AS caller, NULL::text AS action, NULL::jsonb AS arguments, NULL::jsonb AS result;

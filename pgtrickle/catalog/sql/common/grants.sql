@@ -1,9 +1,9 @@
--- Rights. Status is everybody's to read; what everybody may call is listed here, and nothing else can be called
--- (tests/security compares the list with the catalog).
+-- Privileges. Everybody may read status; the functions that everybody may call are listed here, and no others can be
+-- called (tests/security compares the list with the catalog).
 
 GRANT USAGE ON SCHEMA pgtrickle TO PUBLIC;
--- Needed to name the capture function in CREATE TRIGGER; nothing in there is granted to PUBLIC, but for the functions
--- of row triggers.
+-- Needed to name the capture function in CREATE TRIGGER; nothing in this schema is granted to PUBLIC, except the
+-- functions of row triggers.
 GRANT USAGE ON SCHEMA pgtrickle_changes TO PUBLIC;
 -- A stream table's view and functions belong to its owner, who therefore creates them: see _open_views().
 REVOKE CREATE ON SCHEMA pgtrickle, pgtrickle_changes, pgtrickle_views FROM PUBLIC;
@@ -20,7 +20,7 @@ GRANT SELECT ON pgtrickle.pgt_dependencies, pgtrickle.pgt_change_tracking, pgtri
     pgtrickle.pgt_usable_databases, pgtrickle.pgt_own_requests, pgtrickle.pg_stat_stream_tables,
     pgtrickle.server_worker_inventory,
     pgtrickle.citus_status, pgtrickle.st_locks TO PUBLIC;
--- All but messages and queries.
+-- Everything except messages and queries.
 GRANT SELECT (pgt_id, pgt_schema, pgt_name, pgt_relid, view_relid, schedule, refresh_mode, effective_mode, status,
               key_columns, frontier,
     data_timestamp, st_placement, placement, pooler_compatibility_mode, session_settings, consecutive_errors,
@@ -35,8 +35,8 @@ GRANT SELECT (refresh_id, pgt_id, pgt_schema, pgt_name, start_time, end_time, st
     rows_deleted, phases, sqlstate, frontier, kind) ON pgtrickle.pgt_refresh_history TO PUBLIC;
 GRANT SELECT, UPDATE (action, arguments) ON pgtrickle.gate TO PUBLIC;
 
--- What everybody may call: what has no underscore before its name, and what that calls with its caller's rights. The
--- SECURITY DEFINER functions among them read no more than status, or tidy up what nobody uses.
+-- What everybody may call: functions without a leading underscore, and those that they call with their caller's
+-- rights. The SECURITY DEFINER functions among them only read status, or clean up what nobody uses.
 CREATE OR REPLACE FUNCTION pgtrickle._callable_by_everybody() RETURNS SETOF name
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -51,7 +51,7 @@ AS $$
         '_is_database_set', '_is_registered', '_set_members', '_registered_databases', '_source_databases',
         '_query_tokens', '_unread_node',
         '_warn_without_service',
-        -- Tidying up, with their owner's rights
+        -- Clean-up, with their owner's rights
         '_forget_dropped', '_untrack_unused', '_resume_stopped',
         -- Trigger functions, which can only be attached
         '_guard', '_refuse_stand_in',
@@ -91,7 +91,7 @@ AS $$
         '_id_with_readers', '_write_view', '_rewrite_state']::name[])
 $$;
 
--- What the service calls besides, and administrators.
+-- What the service and administrators may call as well.
 CREATE OR REPLACE FUNCTION pgtrickle._callable_by_administrators() RETURNS SETOF name
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -112,7 +112,7 @@ DO $$
 DECLARE
     found record;
 BEGIN
-    -- Default privileges of the role that installs may have given rights to others.
+    -- Default privileges of the installing role may have granted rights to others.
     FOR found IN SELECT DISTINCT n.nspname, a.grantee::regrole AS role
                  FROM (SELECT c.relnamespace, a.grantee FROM pg_class AS c CROSS JOIN LATERAL aclexplode(c.relacl) AS a
                        WHERE a.grantee NOT IN (0, c.relowner)
@@ -125,7 +125,7 @@ BEGIN
                  WHERE r.rolname IS DISTINCT FROM pgtrickle._service_role() LOOP
         EXECUTE format('REVOKE ALL ON ALL TABLES IN SCHEMA %I FROM %s', found.nspname, found.role);
         EXECUTE format('REVOKE ALL ON ALL SEQUENCES IN SCHEMA %I FROM %s', found.nspname, found.role);
-        IF found.nspname = 'pgtrickle' THEN -- capture functions are for whoever may attach them
+        IF found.nspname = 'pgtrickle' THEN -- capture functions are for roles that may attach them
             EXECUTE format('REVOKE ALL ON ALL ROUTINES IN SCHEMA pgtrickle FROM %s', found.role);
         END IF;
     END LOOP;
@@ -154,7 +154,7 @@ BEGIN
         EXECUTE format('REVOKE ALL ON ALL ROUTINES IN SCHEMA pgtrickle FROM %I', former);
         EXECUTE format('REVOKE CREATE ON SCHEMA pgtrickle_views FROM %I', former);
     END IF;
-    IF service <> current_user THEN -- the owner has all rights, and must keep them
+    IF service <> current_user THEN -- the owner has all privileges and must keep them
         EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA pgtrickle TO %I', service);
         EXECUTE format('REVOKE INSERT, UPDATE, DELETE ON pgtrickle.pgt_schema_version FROM %I', service);
         EXECUTE format('GRANT SELECT, DELETE ON ALL TABLES IN SCHEMA pgtrickle_changes TO %I', service);

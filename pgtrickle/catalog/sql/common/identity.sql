@@ -1,14 +1,14 @@
--- Who acts. Inside a SECURITY DEFINER function current_user is the function's owner, and the session's user may be
+-- Who acts. Inside a SECURITY DEFINER function current_user is the function's owner, and the session user may be
 -- anybody: the service, while it runs an owner's code. So no definer function asks who called it. PostgreSQL decides,
--- by the rights of current_user at the moment of the call:
+-- by the privileges of current_user at the moment of the call:
 --
--- * Administrators have EXECUTE on functions that others have not.
--- * Everybody else passes the gate, a view: current_user in a view is the role that queries the view. See gate.sql.
+-- * Administrators have EXECUTE on functions that others lack.
+-- * Everybody else uses the gate, a view: current_user in a view is the role that queries the view. See gate.sql.
 --
--- What is in this file is SECURITY INVOKER, and right only where its caller is.
+-- Everything in this file is SECURITY INVOKER, and correct only if its caller is.
 
--- Does nothing. Whoever may execute it is an administrator: the role that installed pgtrickle, the service's, the
--- owner of the database.
+-- Does nothing. Roles that may execute it are administrators: the role that installed pgtrickle, the service's role,
+-- and the owner of the database.
 CREATE OR REPLACE FUNCTION pgtrickle._administer() RETURNS void
 LANGUAGE sql
 AS $$
@@ -21,7 +21,7 @@ AS $$
     SELECT pg_catalog.has_function_privilege(current_user, 'pgtrickle._administer()', 'EXECUTE')
 $$;
 
--- A clear error for those who lack the right; what follows needs it anyway.
+-- A clear error for roles that lack the privilege; the following statements need it anyway.
 CREATE OR REPLACE FUNCTION pgtrickle._require_administrator(action text) RETURNS void
 LANGUAGE plpgsql STABLE
 AS $$
@@ -34,7 +34,8 @@ BEGIN
 END
 $$;
 
--- Whether a role has the rights of another, or can become it. Since PostgreSQL 16 a member may be neither.
+-- Whether a role has the privileges of another, or can SET ROLE to it. Since PostgreSQL 16 a member may be able to do
+-- neither.
 CREATE OR REPLACE FUNCTION pgtrickle._acts_for(role name, other oid) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -46,15 +47,15 @@ BEGIN
 END
 $$;
 
--- What stands for a message that somebody may not see.
+-- The text shown instead of a message that the reader may not see.
 CREATE OR REPLACE FUNCTION pgtrickle._redacted() RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
     SELECT 'shown to the owner of the stream table and to administrators'
 $$;
 
--- Whether the role that looks may see messages about a stream table, and its query: they quote data. Nobody but
--- administrators, of one that is gone.
+-- Whether the current role may see messages about a stream table, and its query: they quote data. Of a dropped stream
+-- table only administrators may see them.
 CREATE OR REPLACE FUNCTION pgtrickle._may_see(storage regclass) RETURNS boolean
 LANGUAGE sql STABLE
 AS $$
@@ -63,9 +64,9 @@ AS $$
                      WHERE c.oid OPERATOR(pg_catalog.=) storage::oid), false)
 $$;
 
--- Status is everybody's, messages and queries are the owner's and the administrators'. These views read with the
--- rights of their owner, and know who looks. One whose last refresh failed is not shown as if all were well: its
--- message stands until a refresh succeeds.
+-- Everybody may see status; only the owner and administrators may see messages and queries. These views read with the
+-- rights of their owner and know who queries them. A stream table whose last refresh failed has status ERROR until a
+-- refresh succeeds.
 CREATE OR REPLACE VIEW pgtrickle.pgt_visible_stream_tables WITH (security_barrier) AS
 SELECT t.pgt_id, t.pgt_schema, t.pgt_name, t.pgt_relid, t.view_relid, t.schedule, t.refresh_mode, t.effective_mode,
        CASE WHEN (t.last_error IS NOT NULL OR t.consecutive_errors > 0) AND t.status <> 'SUSPENDED' THEN 'ERROR'
@@ -97,8 +98,7 @@ FROM pgtrickle.pgt_refresh_history AS h
 LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
 CROSS JOIN LATERAL (SELECT pgtrickle._may_see(s.pgt_relid) AS visible OFFSET 0) AS v;
 
--- Keeps others out until the end of the transaction. Nobody waits for ever for a transaction that somebody leaves
--- open.
+-- Serializes transactions until the end of this one. A transaction that is left open is not waited for forever.
 CREATE OR REPLACE FUNCTION pgtrickle._lock(name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -128,9 +128,9 @@ $$;
 CREATE OR REPLACE FUNCTION pgtrickle._is_of_this_transaction(written_by xid) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
-    -- Of rows that can be seen, only its own are of transactions that are in progress, or later than the snapshot:
-    -- subtransactions have numbers of their own. Far later ones are not later but ancient, for a number in a row has
-    -- 32 bits.
+    -- Among visible rows, only this transaction's own have transaction IDs that are in progress or later than the
+    -- snapshot: subtransactions have IDs of their own. Much later ones are in fact very old, because a row stores 32
+    -- bits of the ID.
     SELECT w.xid >= 3
            AND CASE WHEN near.xid BETWEEN 3
                     AND s.xmax - 1 THEN coalesce(pg_xact_status(near.xid::text::xid8) = 'in progress', false)

@@ -1,7 +1,7 @@
--- Tables of ours that hold rows of others: what keeps them from running code, and from being read.
+-- Protection of pgtrickle's tables that hold other roles' rows: against running code, and against being read.
 
--- Takes back what default privileges of the role that installed gave to others, and keeps columns of users' types from
--- ANALYZE: it, and so autovacuum, runs functions of a range type with the rights of the table's owner.
+-- Revokes what default privileges of the installing role granted to others, and excludes columns of user-defined types
+-- from ANALYZE: like autovacuum, it runs functions of a range type with the rights of the table's owner.
 CREATE OR REPLACE FUNCTION pgtrickle._protect(tab regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$

@@ -44,7 +44,7 @@ AS $$
         ('connection_pooler_mode', 'off', '^(off|session|transaction)$', 'off, session or transaction')
 $$;
 
--- A value in the one way it is written here, or NULL where the setting cannot take it.
+-- A value in its normal form, or NULL if the setting does not allow it.
 CREATE OR REPLACE FUNCTION pgtrickle._normal_value(value text, pattern text) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE
 AS $$
@@ -53,8 +53,8 @@ AS $$
                 WHEN lower(value) IN ('off', 'false', 'no', '0') THEN 'off' END
 $$;
 
--- Where a setting's values come from, the first that is allowed counts. ALTER ROLE and ALTER DATABASE … SET are read
--- from the catalog: what an open session sees of them is stale.
+-- Sources of a setting's values; the first allowed value counts. ALTER ROLE and ALTER DATABASE … SET are read from the
+-- catalog, because an open session has old values.
 CREATE OR REPLACE FUNCTION pgtrickle._setting_sources(wanted text DEFAULT NULL)
 RETURNS TABLE (name text, rank integer, origin text, raw text, value text, meaning text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -72,9 +72,9 @@ AS $$
                                              ON p.name = 'service_role' AND p.value = r.rolname))
           AND lower(split_part(entry, '=', 1)) = 'pg_trickle.' || known.name
         UNION ALL
-        -- A line that was taken out of postgresql.conf leaves an empty value in sessions that had read it. Everybody
-        -- can set such a name in a session of their own, and nothing tells where a value comes from: only in those of
-        -- administrators it counts.
+        -- A line removed from postgresql.conf leaves an empty value in sessions that had read it. Every role can set
+        -- such a name in its own session, and the origin of a value is not recorded: so it counts only in sessions of
+        -- administrators.
         SELECT 5, 'server', CASE WHEN has_function_privilege(session_user, 'pgtrickle._administer()', 'EXECUTE')
                                  THEN nullif(current_setting('pg_trickle.' || known.name, true), '') END
         UNION ALL
@@ -85,7 +85,7 @@ AS $$
     WHERE (wanted IS NULL OR known.name = wanted) AND found.raw IS NOT NULL
 $$;
 
--- A value that is not allowed counts as not there, for this also runs inside a writer's statement.
+-- Values that are not allowed are ignored, because this also runs inside a writer's statement.
 CREATE OR REPLACE FUNCTION pgtrickle._setting(name text) RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -98,15 +98,15 @@ AS $$
     SELECT value::name FROM pgtrickle.pgt_settings WHERE name = 'service_role'
 $$;
 
--- Tells a service that there is something to do. Behind a pooler in transaction mode nobody hears it: it looks by
--- itself.
+-- Notifies services that there is something to do. Behind a pooler in transaction mode nobody receives it: services
+-- find out at their next tick.
 CREATE OR REPLACE FUNCTION pgtrickle._notify_services(reason text) RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT pg_notify('pgtrickle_wake', reason) WHERE pgtrickle._setting('connection_pooler_mode') <> 'transaction'
 $$;
 
--- Tells who listens that stream tables, or what they read, are others than before.
+-- Notifies listeners that stream tables, or what they read, have changed.
 CREATE OR REPLACE FUNCTION pgtrickle._signal_dag_rebuild() RETURNS void
 LANGUAGE sql SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,7 +1,7 @@
--- Templates of generated functions. The function _template(name) is made by install.py from the files in templates/.
+-- Templates of generated functions. install.py creates the function _template(name) from the files in templates/.
 
--- A template with its {parameters} replaced; NULL is replaced with nothing. Values are not searched for parameters:
--- they contain names that users chose.
+-- A template with its {parameters} replaced, NULL by nothing. Values are not searched for parameters: they contain
+-- names that users chose.
 CREATE OR REPLACE FUNCTION pgtrickle._fill_template(name text, parameters jsonb) RETURNS text
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$

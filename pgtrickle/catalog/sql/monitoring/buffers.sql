@@ -1,10 +1,10 @@
--- How much the change buffers hold.
+-- The size of change buffers.
 
--- Size and rows of a buffer. Small ones are counted, for large ones the statistics answer; these know nothing on a
--- standby or after a crash. What is locked at the moment has no size to be seen, and is not waited for.
+-- Size and rows of a buffer. Rows of small buffers are counted, those of large ones come from statistics, which are
+-- empty on a standby or after a crash. The size of a locked buffer is unknown; the lock is not waited for.
 --
--- All in a subtransaction that is rolled back, which gives the lock back: kept until the caller's transaction ends, it
--- would keep the buffer from being emptied. Variables keep what they were given.
+-- Everything runs in a subtransaction that is rolled back, which releases the lock: held until the end of the caller's
+-- transaction, it would keep the buffer from being emptied. Variables keep their values.
 CREATE OR REPLACE FUNCTION pgtrickle._measure_buffer(buffer regclass, at_least bigint, OUT row_count bigint,
                                                      OUT size_bytes bigint)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp SET lock_timeout = '20ms'
@@ -29,7 +29,7 @@ BEGIN
 END
 $$;
 
--- The buffers of at least that size.
+-- Buffers of at least that size.
 CREATE OR REPLACE FUNCTION pgtrickle._buffer_sizes(at_least bigint)
 RETURNS TABLE (source_schema text, source_name text, stable_name text, buffer text, row_count bigint,
                size_bytes bigint,

@@ -1,6 +1,7 @@
--- What the service works with, and how fresh stream tables are.
+-- The settings that the service uses, and how fresh stream tables are.
 
--- The value that the running service uses; without one the value it would find. The caller's session has no say.
+-- The value that the running service uses; without a service, the value that it would find. The caller's session has
+-- no influence.
 CREATE OR REPLACE FUNCTION pgtrickle._effective_setting(name text) RETURNS text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -10,7 +11,7 @@ AS $$
                     pgtrickle._setting($1))
 $$;
 
--- Stream tables under the names that their tables have now.
+-- Stream tables with the current names of their tables.
 CREATE OR REPLACE FUNCTION pgtrickle._current_names()
 RETURNS TABLE (pgt_id bigint, pgt_schema text, pgt_name text, full_name text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -22,14 +23,14 @@ AS $$
     LEFT JOIN pg_catalog.pg_namespace AS n ON n.oid = c.relnamespace
 $$;
 
--- Until when stream tables have everything: a lower bound of the commit time of the oldest change that they lack, and
--- now where they lack none (on a standby, the last moment that it has heard of). `pending` and `own_at` are about the
--- tables that they read, as in _has_pending_changes(); `known_at` and `staleness` count what is pending further up,
--- too. For all at once, because one call for each of some thousand takes a second.
+-- Until when stream tables are complete: a lower bound of the commit time of the oldest change that they lack, or the
+-- current time if they lack none (on a standby, the last replayed moment). `pending` and `own_at` are about the tables
+-- that they read, as in _has_pending_changes(); `known_at` and `staleness` include what is pending further upstream.
+-- For all at once, because separate calls for thousands take a second.
 --
 -- A change is committed after the cut that does not see it, after its transaction's last captured statement, and after
--- any tick whose snapshot does not see it. A change of a stream table comes from older ones of its sources; its
--- refresh has noted since when these were waiting, which counts for `known_at`.
+-- any tick whose snapshot does not see it. A change of a stream table comes from older changes of its sources; its
+-- refresh recorded since when these were waiting, which counts for `known_at`.
 CREATE OR REPLACE FUNCTION pgtrickle._freshness(ids bigint[] DEFAULT NULL)
 RETURNS TABLE (pgt_id bigint, pending boolean, own_at timestamptz, known_at timestamptz, staleness double precision)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -57,7 +58,7 @@ AS $$
         FROM present AS p
     ), stream_tables AS MATERIALIZED (
         SELECT s.pgt_id, s.data_timestamp, s.frontier IS NULL OR s.reinit_reason IS NOT NULL OR s.polled AS unprompted,
-               -- Of other databases only what was seen there is known.
+               -- For other databases only the last poll is known.
                (SELECT min(coalesce(w.looked_at, '-infinity')) FROM pgtrickle.pgt_dependencies AS d
                 JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid
                 JOIN pgtrickle.pgt_databases AS w ON w.name = f.database
@@ -85,7 +86,7 @@ AS $$
                         coalesce(s.behind_since, s.looked_at))) END AS own_at
         FROM stream_tables AS s CROSS JOIN seen
         LEFT JOIN (
-            -- Nearly always the oldest transaction alone tells whether a tick has seen one of them.
+            -- Nearly always the oldest transaction alone shows whether a tick has seen one of them.
             SELECT p.*, (SELECT max(t.at) FROM ticks AS t
                          WHERE p.oldest >= t.xmax
                             OR p.oldest >= t.xmin AND NOT EXISTS (
@@ -105,16 +106,16 @@ AS $$
     FROM whole AS w JOIN judged AS j ON j.pgt_id = w.reader CROSS JOIN present AS p
 $$;
 
--- Seconds since the oldest change was committed that a stream table lacks; 0 if it lacks none, NULL if it was never
--- filled.
+-- Seconds since the commit of the oldest change that a stream table lacks; 0 if it lacks none, NULL before its initial
+-- population.
 CREATE OR REPLACE FUNCTION pgtrickle._staleness(id bigint) RETURNS double precision
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT f.staleness FROM pgtrickle._freshness(ARRAY[id]) AS f
 $$;
 
--- Who has waited more than twice as long as its schedule allows. Each answers for itself only: one that is fast is not
--- late because it reads a slow one. A refresh on its way gets the time that is allowed.
+-- Stream tables that have waited more than twice as long as their schedule allows. Only their own delay counts: a fast
+-- one is not late because it reads a slow one. A refresh under way gets the time that is allowed.
 CREATE OR REPLACE FUNCTION pgtrickle._late_stream_tables()
 RETURNS TABLE (pgt_id bigint, late boolean, waited double precision, allowed double precision,
                staleness double precision)

@@ -1,4 +1,4 @@
--- Is all well? If not: what is wrong, and what helps.
+-- Health checks: problems, and what to do about them.
 
 CREATE OR REPLACE FUNCTION pgtrickle.health_summary()
 RETURNS TABLE (total_stream_tables integer, active_count integer, error_count integer, suspended_count integer,
@@ -21,10 +21,11 @@ AS $$
     CROSS JOIN pgtrickle._service_state() AS service
 $$;
 
--- Who keeps rows from being vacuumed for so long. Not SECURITY DEFINER: a caller with pg_read_all_stats sees more.
+-- What prevents vacuum from removing rows for so long. Not SECURITY DEFINER: a caller with pg_read_all_stats sees
+-- more.
 --
--- When another role's transaction began is hidden, and for a replication slot nobody notes it. But frontiers are
--- snapshots taken at known times: whoever holds an xmin, or has an xid, from before one of them is older than that.
+-- The start of another role's transaction is hidden, and that of a replication slot is not recorded. But frontiers are
+-- snapshots taken at known times: a holder of an xmin or xid from before one of them is older than that.
 CREATE OR REPLACE FUNCTION pgtrickle._vacuum_blockers(older_than interval)
 RETURNS TABLE (holder text, since timestamptz, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -47,7 +48,7 @@ AS $$
     SELECT format('process %s (role %s%s)', a.pid, coalesce(a.usename, '?'), ', ' || nullif(a.application_name, '')),
            coalesce(a.xact_start, k.at), format('End it, or SELECT pg_terminate_backend(%s);', a.pid)
     FROM pg_stat_activity AS a CROSS JOIN bound AS b LEFT JOIN known AS k ON true
-    -- Snapshots of other databases are no concern here, nor is what vacuum itself holds.
+    -- Snapshots of other databases do not matter here, nor does what vacuum itself holds.
     WHERE a.datname = current_database() AND a.pid <> pg_backend_pid()
       AND a.backend_type IS DISTINCT FROM 'autovacuum worker'
       AND (a.backend_xid IS NOT NULL OR a.backend_xmin IS NOT NULL)
@@ -65,13 +66,13 @@ AS $$
                 ELSE format('Start its consumer, or, if it is not needed, SELECT pg_drop_replication_slot(%L);',
                             r.slot_name) END
     FROM pg_replication_slots AS r CROSS JOIN bound AS b LEFT JOIN known AS k ON true
-    -- Servers before 17 do not have that column.
+    -- Servers before version 17 do not have that column.
     CROSS JOIN LATERAL (SELECT (to_jsonb(r) ->> 'inactive_since')::timestamptz AS inactive_since) AS i
     WHERE (r.xmin IS NOT NULL OR r.catalog_xmin IS NOT NULL)
       AND (i.inactive_since < b.before OR age(r.xmin) > age(k.xmin) OR age(r.catalog_xmin) > age(k.xmin))
 $$;
 
--- Sources of which changes go by unseen, or may have.
+-- Sources whose changes are missed, or may be.
 CREATE OR REPLACE FUNCTION pgtrickle._capture_problems()
 RETURNS TABLE (source text, severity text, problem text, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -112,8 +113,8 @@ AS $$
     WHERE c.stopped OR c.missing > 0 OR c.disabled > 0 OR c.changed
 $$;
 
--- How to be rid of a value that a setting cannot take, by where it stands; see _setting_sources() for the ranks. What
--- no extension has declared only a superuser may attach to a role or database, or take off.
+-- How to remove a value that a setting does not allow, by its origin; see _setting_sources() for the ranks. Settings
+-- that no extension has declared can be attached to a role or database, and removed, only by a superuser.
 CREATE OR REPLACE FUNCTION pgtrickle._setting_remedy(rank integer, name text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -127,7 +128,7 @@ AS $$
         ELSE format('SELECT pgtrickle.set(%L, NULL);', name) END
 $$;
 
--- Each problem as a row of its own.
+-- Each problem as a row.
 CREATE OR REPLACE FUNCTION pgtrickle._health_problems()
 RETURNS TABLE (check_name text, severity text, detail text, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -189,7 +190,7 @@ AS $$
     SELECT 'change_buffers', 'WARN',
            format('%I.%I: %s changes, %s', b.source_schema, b.source_name, b.row_count, pg_size_pretty(b.size_bytes)),
            'See that all stream tables that read it are refreshed: the slowest one keeps the changes.'
-    -- A row takes more than 40 bytes: smaller buffers need not be counted.
+    -- A row takes more than 40 bytes, so smaller buffers need not be counted.
     FROM alert CROSS JOIN LATERAL pgtrickle._buffer_sizes(40 * alert.threshold) AS b
     WHERE b.row_count > alert.threshold
     UNION ALL
@@ -205,7 +206,7 @@ AS $$
     FROM service WHERE service.services = 0 AND service.pending_requests > 0
 $$;
 
--- Always the same rows in the same order. Of many problems of a kind the first five are told.
+-- Always the same rows in the same order, each with at most the first five problems of its kind.
 CREATE OR REPLACE FUNCTION pgtrickle.health_check()
 RETURNS TABLE (check_name text, severity text, detail text, remedy text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp

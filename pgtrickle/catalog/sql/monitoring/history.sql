@@ -1,4 +1,4 @@
--- What refreshes did and what they cost, from the history that is kept.
+-- What refreshes did and what they cost, from the history.
 
 CREATE OR REPLACE FUNCTION pgtrickle.refresh_timeline(max_rows integer DEFAULT 50)
 RETURNS TABLE (start_time timestamptz, stream_table text, action text, status text, duration_ms double precision,
@@ -12,7 +12,7 @@ AS $$
     JOIN pgtrickle.pgt_visible_history AS h USING (refresh_id) ORDER BY h.start_time DESC, h.refresh_id DESC
 $$;
 
--- Durations are those of refreshes that were completed.
+-- Durations are those of completed refreshes.
 CREATE OR REPLACE FUNCTION pgtrickle._refresh_stats(id bigint)
 RETURNS TABLE (refreshes bigint, failures bigint, avg_ms double precision, p95_ms double precision,
                max_ms double precision,
@@ -47,7 +47,8 @@ AS $$
     ORDER BY 1, 2
 $$;
 
--- What helps against a failure of a kind: see pgtrickle/refresh/failures.py. Only what is suspended has to be resumed.
+-- The remedy for a kind of failure: see pgtrickle/refresh/failures.py. Only suspended stream tables have to be
+-- resumed.
 CREATE OR REPLACE FUNCTION pgtrickle._error_remedy(kind text, name text, suspended boolean) RETURNS text
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -89,12 +90,12 @@ AS $$
     FROM pgtrickle._current_names() AS n
     JOIN pgtrickle.pgt_visible_stream_tables AS s ON s.pgt_id = n.pgt_id
     JOIN pgtrickle.pgt_visible_history AS h ON h.pgt_id = n.pgt_id
-    CROSS JOIN LATERAL (SELECT coalesce(h.kind, 'other')) AS k (kind) -- earlier versions did not write it down
+    CROSS JOIN LATERAL (SELECT coalesce(h.kind, 'other')) AS k (kind) -- earlier versions did not record it
     WHERE n.pgt_id = pgtrickle._require_id(name) AND h.status = 'FAILED'
     ORDER BY h.refresh_id DESC LIMIT 5
 $$;
 
--- Without a tier set by hand it is the one that the scheduler finds, as in queries/tick.sql.
+-- A tier that was not set by a user is the one that the scheduler derives, as in queries/tick.sql.
 CREATE OR REPLACE VIEW pgtrickle.pg_stat_stream_tables AS
 SELECT s.pgt_id, n.pgt_schema, n.pgt_name, s.status, s.refresh_mode,
        pgtrickle._tier(s.tier, s.last_change_at) AS tier,

@@ -1,6 +1,6 @@
--- The service and its workers, seen from SQL.
+-- The service and its workers, as seen from SQL.
 
--- One row about what runs for this database. A lease that has expired is a service that is gone.
+-- One row about the services of this database. A service whose lease has expired is gone.
 CREATE OR REPLACE FUNCTION pgtrickle._service_state()
 RETURNS TABLE (services integer, scheduler_status text, cache_hit_rate double precision, pending_requests integer,
                oldest_request timestamptz)
@@ -19,7 +19,7 @@ AS $$
                 FROM pgtrickle.pgt_requests AS r WHERE r.status IN ('PENDING', 'RUNNING')) AS waiting
 $$;
 
--- A service's pool is for all its databases. What runs here is known to the job, what it runs elsewhere is told once a
+-- A service's pool is for all its databases. Jobs show the workers of this database; the others are reported once per
 -- tick.
 CREATE OR REPLACE FUNCTION pgtrickle.worker_pool_status()
 RETURNS TABLE (active_workers integer, max_workers integer, per_db_cap integer, parallel_mode text)
@@ -40,7 +40,7 @@ AS $$
     WHERE h.lease_expires > clock_timestamp()
 $$;
 
--- What a service that is gone left unfinished has failed: somebody else does the work, in a job of its own.
+-- Unfinished jobs of a service that is gone have failed: another service does the work, in a job of its own.
 CREATE OR REPLACE FUNCTION pgtrickle._job_status(max_age_seconds integer)
 RETURNS TABLE (job_id bigint, kind text, stream_tables text, status text, enqueued_at timestamptz,
                started_at timestamptz,
@@ -65,11 +65,12 @@ AS $$
     WHERE e.finished_at IS NULL OR e.finished_at > clock_timestamp() - make_interval(secs => max_age_seconds)
 $$;
 
--- The views that show messages only to those who may see them: of jobs, and of what the service sent.
+-- The views that show messages only to those who may see them: those of jobs, and those that the service sent.
 CREATE OR REPLACE VIEW pgtrickle.pgt_visible_jobs WITH (security_barrier) AS
 SELECT j.job_id, j.error FROM pgtrickle.pgt_jobs AS j
 WHERE pgtrickle._is_administrator()
-   -- Of all its stream tables: nobody else may see the message of one that is gone.
+   -- The messages of a job with several stream tables are visible to owners of all of them, and not if one was
+   -- dropped.
    OR (SELECT bool_and(coalesce(pgtrickle._may_see(s.pgt_relid), false))
        FROM unnest(j.pgt_ids) AS i (pgt_id) LEFT JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id));
 
@@ -92,8 +93,8 @@ AS $$
     SELECT pg_catalog.round(extract(epoch FROM duration) * 1000, 3)::double precision
 $$;
 
--- The connections of pgtrickle on this server, in all databases, and the processes that have told this one of
--- themselves. Which service a connection belongs to is not told; it is clear where there is only one.
+-- The connections of pgtrickle on this server, in all databases, and the processes that have registered in this
+-- database. A connection does not show its service; with one service it is known.
 CREATE OR REPLACE VIEW pgtrickle.server_worker_inventory AS
 SELECT a.datname::text AS database,
        CASE WHEN a.application_name = 'pgtrickle scheduler' THEN 'scheduler'

@@ -1,4 +1,4 @@
--- Looking at stream tables.
+-- The status of stream tables.
 
 CREATE OR REPLACE FUNCTION pgtrickle.pgt_status()
 RETURNS TABLE (

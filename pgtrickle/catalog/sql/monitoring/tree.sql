@@ -1,7 +1,7 @@
--- Who reads what.
+-- Dependencies as a tree.
 
--- Stream tables that no other reads, and below each what it reads. What was shown before is not unfolded again: a DAG
--- of diamonds would double with every level.
+-- Stream tables without readers, and below each what it reads. A stream table that was already shown is not expanded
+-- again: a DAG of diamonds would double with every level.
 CREATE OR REPLACE FUNCTION pgtrickle.dependency_tree()
 RETURNS TABLE (tree_line text, pgt_schema text, pgt_name text, depth integer, source_type text, status text)
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
@@ -40,7 +40,7 @@ BEGIN
             shown := shown || (node ->> 'id')::bigint;
             below := concat(node ->> 'lead',
                             CASE node ->> 'branch' WHEN '+-- ' THEN '|   ' WHEN '`-- ' THEN '    ' END);
-            -- The last of them goes in first and comes out last.
+            -- The last child is pushed first and popped last.
             stack := stack || (
                 SELECT coalesce(jsonb_agg(jsonb_build_object(
                            'id', child.pgt_id, 'schema', child.schema, 'name', child.name,

@@ -1,6 +1,6 @@
--- The refresh broker's part in the catalog: its lease, and what databases want of it.
+-- The refresh broker in the catalog: its lease and its subscriptions.
 
--- Become the broker, or stay it; who it is then. One at a time: the row's lock decides.
+-- Become the broker, or stay it; returns who it is. The row's lock makes it only one.
 CREATE OR REPLACE FUNCTION pgtrickle._elect_broker(service uuid, address text, token text, lease interval) RETURNS uuid
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -19,7 +19,7 @@ BEGIN
 END
 $$;
 
--- A database wants these expressions of a source's changes. False where the registry is full.
+-- Subscribes a database to these expressions of a source's changes. False if the registry is full.
 CREATE OR REPLACE FUNCTION pgtrickle._register_interest(
     home text, database text, stable_name text, expressions jsonb, conditions jsonb, settings jsonb)
 RETURNS boolean
@@ -47,7 +47,7 @@ BEGIN
 END
 $$;
 
--- Databases that want the changes of sources here, and what the last scan found for each.
+-- Databases that subscribe to the changes of sources here, and what the last scan found for each.
 CREATE OR REPLACE FUNCTION pgtrickle.broker_status()
 RETURNS TABLE (database text, source text, pending_rows bigint, upper_bound bigint, last_tick bigint, broker uuid,
                broker_alive boolean)

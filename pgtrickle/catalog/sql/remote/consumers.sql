@@ -1,8 +1,8 @@
--- Stream tables of other databases that read tables of this one: what they must know of a table, and what is kept for
+-- Stream tables of other databases that read tables of this one: the description of a table, and what is kept for
 -- them.
 
--- A cast from or to a type in a table, by a function of somebody who has not the rights of the reader; NULL if there
--- is none. Values are printed with casts to text or json, and keys that are looked for are read with casts from text.
+-- A cast from or to a type in a table, by a function of a role without the reader's rights; NULL if there is none.
+-- Values are printed with casts to text or json, and keys to look up are read with casts from text.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_cast(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -24,7 +24,7 @@ AS $$
     WHERE NOT pgtrickle._is_trusted_role(o.oid)
 $$;
 
--- A table as the database that is to read it must know it. Domains are what they are made of.
+-- The description of a table for a database that reads it. Domains are replaced by their base types.
 CREATE OR REPLACE FUNCTION pgtrickle._describe_table(source regclass) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -85,8 +85,8 @@ BEGIN
 END
 $$;
 
--- The table that was `relid` when this was database `node`, whatever it is called now. Else the one that has its name:
--- it was made anew, or this is another database in that one's place.
+-- The table that had OID `relid` when this was database `node`, whatever its name is now. Otherwise the table with its
+-- name: it was created again, or another database has taken the place of that one.
 CREATE OR REPLACE FUNCTION pgtrickle._locate_table(node text, relid bigint, schema text, name text) RETURNS regclass
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -104,9 +104,8 @@ BEGIN
 END
 $$;
 
--- ALTER COLUMN … TYPE may compute new values, also of the same type; no trigger tells. It writes the table anew, and
--- the column's row in the catalog: where both are other ones than before, it may have happened. Here no view of ours
--- keeps it from happening.
+-- ALTER COLUMN … TYPE may compute new values, even without a new type, and no trigger fires. It rewrites the table and
+-- the column's row in the catalog: if both have changed, it may have happened. Here no view prevents it.
 CREATE OR REPLACE FUNCTION pgtrickle._rewrite_state(source regclass, columns smallint[]) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -120,10 +119,10 @@ BEGIN
 END
 $$;
 
--- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which nobody
--- will advance here: they would keep all changes. They are forgotten; one that does read this database from now on
--- subscribes again. Says of which database it is a copy, once; else NULL. Claims of the original's services end with
--- their leases.
+-- A copy of a database (CREATE DATABASE … TEMPLATE, a restored dump) has the consumers of the original, which will
+-- never advance here and would keep all changes. They are deleted; a consumer that reads this database from now on
+-- subscribes again. Returns the name of the original, once; NULL if this is no copy. Claims of the original's services
+-- end with their leases.
 CREATE OR REPLACE FUNCTION pgtrickle._reset_copied_database() RETURNS text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -137,7 +136,7 @@ BEGIN
     SELECT i.database INTO original FROM pgtrickle.pgt_identity AS i
     WHERE i.node <> pgtrickle._database_identity() FOR UPDATE;
     IF NOT FOUND THEN
-        RETURN NULL; -- somebody else was first
+        RETURN NULL; -- another session was first
     END IF;
     DELETE FROM pgtrickle.pgt_consumers;
     GET DIAGNOSTICS consumers = ROW_COUNT;
@@ -151,14 +150,14 @@ BEGIN
 END
 $$;
 
--- Capture these columns for a stream table of another database. Repeated, it makes capture fit the table as it is now.
+-- Captures these columns for a stream table of another database. A repeated call updates capture.
 CREATE OR REPLACE FUNCTION pgtrickle._subscribe(consumer text, label text, source regclass, columns smallint[])
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._require_administrator('read changes for another database');
-    PERFORM pgtrickle._reset_copied_database(); -- or this consumer would go with those of the original
+    PERFORM pgtrickle._reset_copied_database(); -- or this consumer would be deleted with those of the original
     PERFORM pgtrickle._attach(source, columns);
     INSERT INTO pgtrickle.pgt_consumers
         AS c (consumer, source_relid, source_stable_name, columns_used, label, written_as)
@@ -173,7 +172,7 @@ BEGIN
 END
 $$;
 
--- These consumers' sources as the cut sees them, with what each consumer left here.
+-- The sources of these consumers as the cut sees them, with what each consumer left here.
 CREATE OR REPLACE FUNCTION pgtrickle._consumer_sources(consumers text[])
 RETURNS TABLE (consumer text, relid bigint, stable_name text, buffer name, buffered bigint, signature text, shape text,
                proof uuid, former_proof uuid)
@@ -202,7 +201,7 @@ AS $$
     WHERE c.consumer = ANY (consumers)
 $$;
 
--- Another one after every start of the server and every crash: what was committed before may have gone with it.
+-- Changes with every start of the server and every crash, after which commits may have been lost.
 CREATE OR REPLACE FUNCTION pgtrickle._incarnation() RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -211,8 +210,8 @@ AS $$
                                                                       FROM pg_stat_bgwriter))
 $$;
 
--- "I was here": `snapshots` are up to where the consumers have stored what they read, before the cut that leaves
--- `new_proof`.
+-- Stores a proof of this cut: `snapshots` are those up to which the consumers had stored changes before the cut that
+-- leaves `new_proof`.
 CREATE OR REPLACE FUNCTION pgtrickle._store_proof(
     consumers text[], snapshots pg_snapshot[], former_proofs uuid[], new_proof uuid, incarnation text)
 RETURNS integer
@@ -222,9 +221,9 @@ DECLARE
     number integer;
 BEGIN
     IF incarnation <> pgtrickle._incarnation() THEN
-        RETURN -1; -- what the cut saw may not be there any more
+        RETURN -1; -- what the cut saw may have been lost
     END IF;
-    PERFORM set_config('synchronous_commit', 'on', true); -- with it, everything that the cut saw is on disk
+    PERFORM set_config('synchronous_commit', 'on', true); -- makes everything that the cut saw durable
     UPDATE pgtrickle.pgt_consumers AS c
     SET snapshot = n.snapshot, former_proof = n.former, proof = new_proof, seen_at = clock_timestamp()
     FROM unnest(consumers, snapshots, former_proofs) AS n (consumer, snapshot, former)
@@ -235,7 +234,7 @@ BEGIN
 END
 $$;
 
--- Of the consumers of one database only these are still there, each with the tables that it reads.
+-- Keeps only these consumers of a database, each with the tables that it reads.
 CREATE OR REPLACE FUNCTION pgtrickle._keep_consumers(home text, consumers text[], relids bigint[]) RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -258,8 +257,8 @@ BEGIN
 END
 $$;
 
--- Whether there is something new for consumers, without a cut: what must be as it was at the last one, and who made
--- changes.
+-- Whether there are changes for consumers, without a cut: the state that must be the same as at the last one, and the
+-- transactions that made changes.
 CREATE OR REPLACE FUNCTION pgtrickle._poll_consumers(consumers text[])
 RETURNS TABLE (consumer text, state text, xids bigint[], relids bigint[], proofs text[])
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp

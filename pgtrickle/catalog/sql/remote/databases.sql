@@ -1,4 +1,4 @@
--- Other databases whose tables queries may name, and sets of them: the registry.
+-- The registry of other databases whose tables queries can name, and of sets of them.
 
 -- Raises unless a database, or a set if `of_set`, can be registered under this name. Registering it again is allowed.
 CREATE OR REPLACE FUNCTION pgtrickle._require_free_name(name text, of_set boolean) RETURNS void
@@ -22,8 +22,8 @@ BEGIN
 END
 $$;
 
--- A password in a DSN would be read by everybody who may use the database, and be in every dump. A variable of the
--- service's environment may stand for it.
+-- A password in a DSN could be read by everybody who may use the database, and would be in every dump. A variable of
+-- the service's environment can take its place.
 CREATE OR REPLACE FUNCTION pgtrickle._require_no_password(dsn text) RETURNS void
 LANGUAGE plpgsql IMMUTABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
@@ -48,7 +48,7 @@ AS $$
           FROM pgtrickle.pgt_database_sets) AS known
 $$;
 
--- Who this database is, whatever it is called.
+-- The identity of this database, whatever its name is.
 CREATE OR REPLACE FUNCTION pgtrickle._database_identity() RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -68,7 +68,7 @@ AS $$
     SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets AS s WHERE s.name = _is_database_set.name)
 $$;
 
--- A pattern of names, in which * stands for any letters and ? for one, as LIKE has it.
+-- A LIKE pattern for a pattern of names, in which * stands for any characters and ? for one.
 CREATE OR REPLACE FUNCTION pgtrickle._like_pattern(pattern text) RETURNS text
 LANGUAGE sql IMMUTABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -84,7 +84,7 @@ AS $$
                     OR database OPERATOR(pg_catalog.~~) pgtrickle._like_pattern(pattern), false)
 $$;
 
--- The registered databases that belong to a set. In a pattern * stands for any letters and ? for one.
+-- The registered databases that belong to a set. In a pattern, * stands for any characters and ? for one.
 CREATE OR REPLACE FUNCTION pgtrickle._set_members(name text) RETURNS SETOF text
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -168,7 +168,7 @@ BEGIN
                                                 WHERE f.database = name));
     FOR stand_in IN DELETE FROM pgtrickle.pgt_foreign_tables AS f WHERE f.database = name
         RETURNING f.relid, f.resolved_by LOOP
-        CONTINUE WHEN stand_in.resolved_by IS NOT NULL; -- a foreign table, which is not ours
+        CONTINUE WHEN stand_in.resolved_by IS NOT NULL; -- a foreign table, which its owner created
         EXECUTE format('DROP TABLE %s', stand_in.relid);
     END LOOP;
     PERFORM pgtrickle._drop_empty_schemas(name);
@@ -199,7 +199,7 @@ BEGIN
     ON CONFLICT ON CONSTRAINT pgt_database_sets_pkey
     DO UPDATE SET pattern = excluded.pattern, members = excluded.members, server_dsn = excluded.server_dsn,
     roles = excluded.roles;
-    -- Who may use a set may use its members, no longer than that.
+    -- Roles may use a set's members exactly as long as they may use the set.
     PERFORM pgtrickle._grant_stand_ins(d)
     FROM (SELECT name UNION SELECT unnest(former) UNION SELECT pgtrickle._set_members(name)) AS changed (d);
 END

@@ -1,4 +1,4 @@
--- Foreign tables of postgres_fdw: where they point to, and the tables of registered databases that they stand for.
+-- Foreign tables of postgres_fdw: their targets, and the tables of registered databases that they stand for.
 
 CREATE OR REPLACE FUNCTION pgtrickle._foreign_table_target(relation regclass) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -22,10 +22,10 @@ AS $$
     WHERE t.ftrelid = relation
 $$;
 
--- Let a foreign table stand for a table of a registered database. `definition` is what _describe_table() said there.
--- The foreign table is its owner's: it is never altered, and has to fit. Its owner can point it elsewhere at any time,
--- and the service follows. So the owner must have the right to use that database, and tables that the service is led
--- to must have been imported.
+-- Lets a foreign table stand for a table of a registered database. `definition` is the result of _describe_table()
+-- there. The foreign table belongs to its owner: it is never altered, and has to match. Its owner can change its
+-- target at any time, and the service follows. So the owner needs the right to use that database, and the tables that
+-- the service is directed to must have been imported.
 CREATE OR REPLACE FUNCTION pgtrickle._resolve_foreign_table(caller name, relation regclass, database text,
                                                             definition jsonb) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
@@ -41,7 +41,7 @@ BEGIN
                WHERE f.relid = relation AND f.database = _resolve_foreign_table.database
                  AND f.node = definition ->> 'node' AND f.shape = definition ->> 'shape'
                  AND f.resolved_by = pgtrickle.stable_hash(target::text)) THEN
-        RETURN; -- as it is known
+        RETURN; -- unchanged
     END IF;
     PERFORM pgtrickle._require_import(caller, database, definition);
     IF EXISTS (SELECT FROM pgtrickle.pgt_foreign_tables AS f
@@ -112,14 +112,14 @@ BEGIN
     SET database = excluded.database, source_relid = excluded.source_relid, source_schema = excluded.source_schema,
         source_name = excluded.source_name, source_stable_name = excluded.source_stable_name, node = excluded.node,
         columns = excluded.columns, shape = excluded.shape, key = excluded.key, resolved_by = excluded.resolved_by;
-    -- Who had it polled has its changes captured from now on.
+    -- If its readers polled it, its changes are captured from now on.
     UPDATE pgtrickle.pgt_dependencies AS d
     SET source_type = 'OTHER_DATABASE', source_stable_name = database || '/' || (definition ->> 'stable_name')
     WHERE d.source_relid = relation;
 END
 $$;
 
--- Reading all of a foreign table again and again is not done unasked.
+-- Reading all of a foreign table at every refresh has to be requested.
 CREATE OR REPLACE FUNCTION pgtrickle._check_polled(view regclass, refresh_mode text) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

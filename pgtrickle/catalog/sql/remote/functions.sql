@@ -1,12 +1,11 @@
--- Functions, operators and types of users in queries over several databases. An expression is evaluated in the
--- database that its columns are in, as text: all names in it have to mean the same everywhere. It runs there with the
--- rights of whoever reads: who owns what is named, or could put something else in its place, must be somebody who has
--- these rights anyway.
+-- User-defined functions, operators and types in queries over several databases. An expression is evaluated in the
+-- database of its columns, as text: all names in it must have the same meaning everywhere. It runs there with the
+-- rights of the reader: a role that owns a named object, or could replace it, must already have these rights.
 --
--- Functions are named as regprocedure has them; operators and types as regoperator and format_type() do, after
--- `operator` or `type` and a blank.
+-- Functions are named as by regprocedure; operators and types as by regoperator and format_type(), after `operator` or
+-- `type` and a space.
 
--- Whether a role has the rights of the current one anyway: it gains nothing by having that one call its code.
+-- Whether a role already has the rights of the current one: it gains nothing if the current role calls its code.
 CREATE OR REPLACE FUNCTION pgtrickle._is_trusted_role(role oid) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -14,9 +13,9 @@ AS $$
                      WHERE r.oid = role), false)
 $$;
 
--- Who could have code of theirs run, with rights that they have not, where an object is named; NULL if nobody. The
--- owner of a schema can drop what is in it and create another one, and so can that of an extension; the owner of the
--- database is trusted with that.
+-- The role that could have its code run with rights that it lacks where an object is named; NULL if there is none. The
+-- owner of a schema can replace the objects in it, and so can the owner of an extension; the owner of the database is
+-- trusted.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_owner(class regclass, object oid, owner oid, schema oid) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -37,7 +36,7 @@ AS $$
     ORDER BY found.n LIMIT 1
 $$;
 
--- The same of a type and all types inside it, whose checks run when its values are made.
+-- The same for a type and all types inside it, whose checks run when values are made.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_type_owner(type oid) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -59,7 +58,7 @@ AS $$
     WHERE s.problem IS NOT NULL
 $$;
 
--- What is to be known of functions, operators and types by their names. Two with the same definition mean the same.
+-- Descriptions of functions, operators and types by their names. Equal definitions mean the same.
 CREATE OR REPLACE FUNCTION pgtrickle._describe_functions(functions text[])
 RETURNS TABLE (function text, definition text, version text, problem text)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -108,7 +107,7 @@ AS $$
     WHERE f.name LIKE 'type %'
 $$;
 
--- The functions, operators and types that a query names and that are not PostgreSQL's own.
+-- The functions, operators and types that a query names and that are not built in.
 CREATE OR REPLACE FUNCTION pgtrickle._user_objects(view regclass) RETURNS SETOF text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -129,14 +128,14 @@ AS $$
     JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = b.relation
 $$;
 
--- What a registered database said of functions, operators and types.
+-- Stores a registered database's description of functions, operators and types.
 CREATE OR REPLACE FUNCTION pgtrickle._record_functions(caller name, database text, functions text[],
                                                        definitions text[], problems text[])
 RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_database_use(caller, database); -- of a node, that is an administrator
+    PERFORM pgtrickle._require_database_use(caller, database); -- for a node, that is an administrator
     INSERT INTO pgtrickle.pgt_foreign_functions AS k (database, function, definition, problem)
     SELECT _record_functions.database, n.function, n.definition, n.problem
     FROM unnest(functions, definitions, problems) AS n (function, definition, problem)
@@ -147,7 +146,7 @@ END
 $$;
 
 -- Why functions, operators or types that a query names cannot be used in all databases that it reads; NULL if they
--- can. A query that reads none uses what it likes. Raises if the role may not use one of the databases.
+-- can, or if it reads no other database. Raises if the role may not use one of the databases.
 CREATE OR REPLACE FUNCTION pgtrickle._function_conflicts(view regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

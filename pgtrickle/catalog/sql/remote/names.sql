@@ -1,6 +1,6 @@
--- Names of three parts in the text of a query.
+-- Three-part names in the text of a query.
 
--- The query in pieces. Where a piece names a table of a registered database in three parts, `parts` has them.
+-- The query in tokens. If a token names a table of a registered database in three parts, `parts` has them.
 CREATE OR REPLACE FUNCTION pgtrickle._query_tokens(query text) RETURNS TABLE (piece text, parts text[])
 LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -12,7 +12,7 @@ DECLARE
     depth int;
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_databases) THEN
-        RETURN QUERY SELECT _query_tokens.query, NULL::text[]; -- the usual case, and a long loop
+        RETURN QUERY SELECT _query_tokens.query, NULL::text[]; -- the usual case; the loop below is long
         RETURN;
     END IF;
     WHILE rest <> '' LOOP
@@ -59,7 +59,7 @@ AS $$
     SELECT DISTINCT parts[1], parts[2], parts[3] FROM pgtrickle._query_tokens(query) WHERE parts IS NOT NULL
 $$;
 
--- The query as PostgreSQL can analyse it here: crm.public.customers is table customers of schema "crm.public".
+-- The query as PostgreSQL can analyze it here: crm.public.customers is table customers of schema "crm.public".
 CREATE OR REPLACE FUNCTION pgtrickle._localized_query(query text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

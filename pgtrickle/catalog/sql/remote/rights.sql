@@ -1,7 +1,7 @@
 -- Which roles may use registered databases and sets of them.
 
--- The roles that may use a registered database, or a set of them, besides administrators. Who may use a set may use
--- its members.
+-- The roles that may use a registered database, or a set of them, besides administrators. Roles that may use a set may
+-- use its members.
 CREATE OR REPLACE FUNCTION pgtrickle._allowed_roles(name text) RETURNS text[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -38,8 +38,8 @@ BEGIN
 END
 $$;
 
--- Why stream tables may not be refreshed any more: their owner, or that of a foreign table that they read, may not use
--- a registered database. One statement for all members of a set.
+-- Why stream tables may no longer be refreshed: their owner, or that of a foreign table that they read, may not use a
+-- registered database. One statement for all members of a set.
 CREATE OR REPLACE FUNCTION pgtrickle._database_use_problems(ids bigint[]) RETURNS TABLE (id bigint, problem text)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -71,7 +71,7 @@ AS $$
     GROUP BY n.pgt_id
 $$;
 
--- Raises if the role that looks may not use a registered database that a query reads.
+-- Raises if the current role may not use a registered database that a query reads.
 CREATE OR REPLACE FUNCTION pgtrickle._check_database_use(databases text[]) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -81,13 +81,12 @@ DECLARE
                        AND name NOT IN (SELECT d.name FROM pgtrickle.pgt_usable_databases AS d));
 BEGIN
     IF refused IS NOT NULL THEN
-        PERFORM pgtrickle._database_dsn(refused); -- says so
+        PERFORM pgtrickle._database_dsn(refused); -- raises the error
     END IF;
 END
 $$;
 
--- Registered databases that the role that looks may read, and how to reach them. It reads with the rights of its
--- owner.
+-- Registered databases that the current role may read, and their DSNs. The view reads with the rights of its owner.
 CREATE OR REPLACE VIEW pgtrickle.pgt_usable_databases WITH (security_barrier) AS
 SELECT d.name, d.dsn
 FROM pgtrickle.pgt_databases AS d
@@ -103,7 +102,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._database_dsn(name text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
-    -- A node's address is Citus's to tell.
+    -- Citus knows the address of a node.
     found text := CASE WHEN name LIKE '@%' THEN (SELECT format('host=%s port=%s', n.host, n.port)
                                                  FROM pgtrickle._citus_nodes() AS n
                                                   WHERE pgtrickle._node_name(n.groupid) = name)

@@ -8,8 +8,8 @@ AS $$
                    WHERE o - '{attnum,not_null,generated}'::text[] = col - '{attnum,not_null,generated}'::text[])
 $$;
 
--- The table here that stands for one of every member of a set, made or brought up to date. The members' own stand-ins
--- are there already; the first one's columns are the model.
+-- Creates or updates the table here that stands for one of every member of a set. The stand-ins of the members exist
+-- already; the columns are those of the first one.
 CREATE OR REPLACE FUNCTION pgtrickle._import_set_table(
     caller name, database_set text, table_schema text, table_name text, members text[])
 RETURNS regclass
@@ -48,7 +48,7 @@ BEGIN
         CROSS JOIN jsonb_array_elements(model.columns) AS c
         WHERE NOT pgtrickle._has_column(f.columns, c)
         ORDER BY 1, 2 LIMIT 1;
-    ELSE -- what queries may use; a column that came later may be missing in some
+    ELSE -- columns that queries may use; a column added later may be missing in some
         SELECT f.database, a.attname AS name INTO differing
         FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f CROSS JOIN pg_attribute AS a
         WHERE a.attrelid = stand_in AND a.attnum > 1 AND NOT a.attisdropped
@@ -85,7 +85,7 @@ BEGIN
                 quote_ident(table_schema), quote_ident(table_name)
             USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
     END IF;
-    -- The same key in all of them, and the database, tell rows apart.
+    -- The common key and the database identify a row.
     IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)
        AND (SELECT count(DISTINCT pgtrickle._primary_key(f.relid)) = 1
               AND bool_and(pgtrickle._primary_key(f.relid) <> 'null')
@@ -107,8 +107,8 @@ AS $$
                      WHERE i.indrelid = relation AND i.indisprimary), 'null')
 $$;
 
--- These members' tables are behind the stand-in from now on. One that came is read by itself; where one left, all is
--- read anew.
+-- From now on the stand-in stands for the tables of these members. A new member is read by itself; if one left,
+-- everything is read again.
 CREATE OR REPLACE FUNCTION pgtrickle._update_shards(stand_in regclass, databases text[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -145,7 +145,7 @@ BEGIN
                                         ELSE '%s left the set of databases' END, gone), next_due = '-infinity'
         WHERE s.frontier IS NOT NULL
           AND EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
-    ELSE -- looked at, at once
+    ELSE -- due at once
         UPDATE pgtrickle.pgt_stream_tables AS s SET next_due = '-infinity', polled = true
         WHERE EXISTS (SELECT FROM pgtrickle._sources(s.view_relid) AS u WHERE u.relation = stand_in);
     END IF;

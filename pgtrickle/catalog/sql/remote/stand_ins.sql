@@ -50,8 +50,7 @@ BEGIN
 END
 $$;
 
--- A schema for tables that stand for others. One of somebody else's would let that role put other tables in their
--- place.
+-- A schema for stand-ins. The owner of a schema could replace its tables, so it must be the catalog's owner.
 CREATE OR REPLACE FUNCTION pgtrickle._create_stand_in_schema(name text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -68,7 +67,7 @@ BEGIN
 END
 $$;
 
--- Schemas of stand-ins that stand for nothing any more.
+-- Drops schemas of stand-ins that have become empty.
 CREATE OR REPLACE FUNCTION pgtrickle._drop_empty_schemas(database text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -113,8 +112,8 @@ AS $$
       AND f.database = ANY (databases)
 $$;
 
--- Who may say what a table of another database, or of a node, looks like: administrators. Others depend on it, and its
--- stable name decides whose change buffer is read there, with the service's rights.
+-- Only administrators may describe a table of another database or node here. Others depend on the description, and its
+-- stable name decides which change buffer is read there, with the service's rights.
 CREATE OR REPLACE FUNCTION pgtrickle._require_import(caller name, database text, definition jsonb) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -129,8 +128,8 @@ BEGIN
 END
 $$;
 
--- The table here that stands for one of a registered database, made or brought up to date. `definition` is what
--- _describe_table() said there.
+-- Creates or updates the table here that stands for one of a registered database. `definition` is the result of
+-- _describe_table() there.
 CREATE OR REPLACE FUNCTION pgtrickle._import_table(caller name, database text, definition jsonb) RETURNS regclass
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -192,7 +191,7 @@ AS $$
 DECLARE
     own jsonb := (SELECT to_jsonb(d) FROM pg_database AS d WHERE d.datname = current_database());
 BEGIN
-    -- The column was called otherwise before PostgreSQL 17.
+    -- The column had another name before PostgreSQL 17.
     RETURN CASE own ->> 'datlocprovider' WHEN 'c' THEN own ->> 'datcollate'
                 ELSE coalesce(own ->> 'datlocale', own ->> 'daticulocale') END;
 END
@@ -207,8 +206,8 @@ DECLARE
 BEGIN
     IF EXISTS (SELECT FROM pg_type AS t WHERE t.oid = column_type
                  AND (t.typtype IN ('d', 'p') OR t.typnamespace = pg_my_temp_schema())) THEN
-        -- A domain's default is evaluated where a column is added, with our rights. There are none among what
-        -- _describe_table() says.
+        -- The default of a domain is evaluated when a column is added, with the rights of the catalog's owner.
+        -- _describe_table() never returns domains.
         RAISE EXCEPTION 'column % of % cannot have type %', quote_ident(col ->> 'name'), stand_in, column_type
             USING ERRCODE = 'wrong_object_type', HINT = 'Use the type that the domain is made of.';
     ELSIF column_type IS NULL THEN
@@ -257,8 +256,8 @@ BEGIN
 END
 $$;
 
--- Follows columns that were renamed or added there. What was dropped or retyped stays here while queries use it: they
--- fail, others go on. Gives back the columns that are the same in both.
+-- Follows columns that were renamed or added in the other database. Dropped or retyped columns stay here while queries
+-- use them: those queries fail, others continue. Returns the columns that are the same in both.
 CREATE OR REPLACE FUNCTION pgtrickle._align_stand_in(stand_in regclass, known jsonb, definition jsonb, same boolean)
 RETURNS jsonb
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -269,13 +268,13 @@ DECLARE
     col jsonb;
     former name;
 BEGIN
-    IF NOT same THEN -- in a table that was made anew columns are known by their names
+    IF NOT same THEN -- columns of a re-created table are identified by name
         known := (SELECT jsonb_agg(k || jsonb_build_object('attnum', coalesce(
                       (SELECT c -> 'attnum' FROM jsonb_array_elements(definition -> 'columns') AS c
                        WHERE c ->> 'name' = k ->> 'name'),
                       to_jsonb(-(k ->> 'attnum')::int)))) FROM jsonb_array_elements(known) AS k);
     END IF;
-    -- By way of names that nobody has: two columns may have changed names with each other.
+    -- Through temporary names, because two columns may have swapped names.
     FOR col IN SELECT jsonb_array_elements(known) LOOP
         EXECUTE format('ALTER TABLE %s RENAME COLUMN %I TO %I', stand_in, col ->> 'name',
                        '__pgt_' || (col ->> 'attnum'));

@@ -1,6 +1,6 @@
--- Asking for a refresh: the service does the work.
+-- Requests for refreshes: the service does the work.
 
--- A role has a limited number of requests that wait, and of those that are kept for their keys.
+-- Limits the waiting requests of a role, and those that are kept for their keys.
 CREATE OR REPLACE FUNCTION pgtrickle._require_room(caller name) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -18,7 +18,7 @@ BEGIN
 END
 $$;
 
--- Under a key that its author has used before it is the same request; one that failed is filed again.
+-- A key that the same role has used before means the same request; a failed one is filed again.
 CREATE OR REPLACE FUNCTION pgtrickle._file_request(caller name, id bigint, key text, kind text) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -75,7 +75,7 @@ AS $$
     SELECT pgtrickle._request(pgtrickle._require_id(name))
 $$;
 
--- For schedulers of others: asked again under the same key (the run of a job, say), it is the same request.
+-- For external orchestrators: a second call with the same key (the run of a job, for example) is the same request.
 CREATE OR REPLACE FUNCTION pgtrickle.manual_refresh(stream_table_name text, request_key text DEFAULT NULL)
 RETURNS bigint
 LANGUAGE sql
@@ -83,7 +83,7 @@ AS $$
     SELECT pgtrickle._request(pgtrickle._require_id(stream_table_name), request_key)
 $$;
 
--- The requests of the role that looks. It reads with the rights of its owner.
+-- The requests of the current role. The view reads with the rights of its owner.
 CREATE OR REPLACE VIEW pgtrickle.pgt_own_requests WITH (security_barrier) AS
 SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, r.status, r.requested_at,
        r.finished_at,
@@ -92,7 +92,7 @@ SELECT r.request_id, format('%I.%I', s.pgt_schema, s.pgt_name) AS stream_table, 
 FROM pgtrickle.pgt_requests AS r JOIN pgtrickle.pgt_stream_tables AS s USING (pgt_id)
 WHERE r.requested_by = current_user;
 
--- What became of a request of one's own.
+-- The status of one of the caller's requests.
 CREATE OR REPLACE FUNCTION pgtrickle.request_status(request bigint)
 RETURNS TABLE (stream_table text, status text, error text, requested_at timestamptz, finished_at timestamptz)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -107,7 +107,7 @@ AS $$
     SELECT r.status, r.error FROM pgtrickle.pgt_own_requests AS r WHERE r.request_id = request
 $$;
 
--- Returns when a request is done. No SET here: a procedure that commits cannot have it.
+-- Returns when a request is done. No SET here: a procedure that commits cannot have one.
 CREATE OR REPLACE PROCEDURE pgtrickle._await(name text, request bigint, deadline timestamptz, timeout interval,
                                              what text DEFAULT 'refresh')
 LANGUAGE plpgsql
@@ -156,14 +156,14 @@ BEGIN
 END
 $$;
 
--- Asks for a comparison of the stream table with its query; pgtrickle.pgt_verifications has what was found.
+-- Requests a comparison of the stream table with its query; the result is in pgtrickle.pgt_verifications.
 CREATE OR REPLACE FUNCTION pgtrickle.verify(name text) RETURNS bigint
 LANGUAGE sql
 AS $$
     SELECT pgtrickle._request(pgtrickle._require_id(name), kind => 'VERIFY')
 $$;
 
--- Returns when they are equal; raises what is wrong otherwise.
+-- Returns if they are equal; otherwise raises the difference.
 CREATE OR REPLACE PROCEDURE pgtrickle.verify_and_wait(name text, timeout interval DEFAULT '10 minutes')
 LANGUAGE plpgsql
 AS $$

@@ -1,4 +1,4 @@
--- The running service seen from SQL: what it tells, and how it is told to pause, to resume, to hurry.
+-- The running service as seen from SQL: its events, and how to pause and resume it.
 
 CREATE OR REPLACE FUNCTION pgtrickle._emit_event(event text, about bigint, details jsonb) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -12,13 +12,13 @@ DECLARE
         || coalesce(details, '{}');
 BEGIN
     INSERT INTO pgtrickle.pgt_events (event, pgt_id, payload) VALUES (_emit_event.event, about, told);
-    -- A pooler in transaction mode gives the listener's connection to somebody else. A payload has 8,000 bytes at
-    -- most.
+    -- A pooler in transaction mode hands the listener's connection to another client. A payload has at most 8,000
+    -- bytes.
     IF pgtrickle._setting('connection_pooler_mode') <> 'transaction'
        AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
                        WHERE s.pgt_id = about AND s.pooler_compatibility_mode) THEN
-        -- Everybody can listen: messages, which may quote data, are not among what is sent. events() shows them to
-        -- those who may see them.
+        -- Everybody can listen, so messages, which may quote data, are not sent. events() shows them to those who may
+        -- see them.
         PERFORM pg_notify('pgtrickle_alert', left((told - 'reason' - 'error')::text, 7900));
     END IF;
 END
@@ -36,19 +36,19 @@ AS $$
     SELECT e.at, 'pgtrickle_alert', e.event, e.pgt_id, e.payload FROM pgtrickle.pgt_visible_events AS e
     WHERE e.at >= since
     UNION ALL
-    -- Failures are told on the other channel, once for all that fail in the same way; the history has each of them.
+    -- Failures are sent on the other channel, once for all of the same kind; the history has each of them.
     SELECT h.end_time, 'pg_trickle_refresh', 'refresh_completed', h.pgt_id, pgtrickle._refresh_payload(h)
     FROM pgtrickle.pgt_visible_history AS h WHERE h.start_time >= since AND h.status = 'COMPLETED'
     ORDER BY 1
 $$;
 
--- Why a service could not look after this database when it last tried; nothing if one has since.
+-- Why a service could not serve this database when it last tried; no row if one has since.
 CREATE OR REPLACE FUNCTION pgtrickle._not_served() RETURNS TABLE (reason text, lately boolean)
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT e.payload ->> 'reason', e.at > now() - interval '10 minutes'
     FROM pgtrickle.pgt_events AS e
-    -- One that crashes again and again is seen in between.
+    -- A service that keeps crashing is seen in between.
     WHERE e.event = 'not_served'
       AND e.at > coalesce((SELECT max(h.last_seen) FROM pgtrickle.pgt_services AS h WHERE h.kind = 'service'),
                           '-infinity')
@@ -56,7 +56,7 @@ AS $$
     ORDER BY e.at DESC LIMIT 1
 $$;
 
--- What is sent when a refresh has succeeded.
+-- The payload sent after a successful refresh.
 CREATE OR REPLACE FUNCTION pgtrickle._refresh_payload(h pgtrickle.pgt_visible_history) RETURNS jsonb
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -68,7 +68,7 @@ AS $$
         'seconds', round(extract(epoch FROM h.end_time - h.start_time), 6)))
 $$;
 
--- Nothing new is started in this database until resume(); what runs is finished, and changes go on being captured.
+-- Nothing new is started in this database until resume(); running refreshes finish, and changes are still captured.
 CREATE OR REPLACE FUNCTION pgtrickle._pause(paused boolean, changed_by name) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -115,7 +115,7 @@ AS $$
         WHERE h.lease_expires > clock_timestamp())
 $$;
 
--- Pauses and returns when nothing runs any more. No SET here: a procedure that commits cannot have it.
+-- Pauses, and returns when nothing is running. No SET here: a procedure that commits cannot have one.
 CREATE OR REPLACE PROCEDURE pgtrickle.drain(timeout interval DEFAULT NULL)
 LANGUAGE plpgsql
 AS $$
@@ -191,7 +191,7 @@ AS $$
     FROM pgtrickle.pgt_visible_stream_tables AS s ORDER BY 1, 2
 $$;
 
--- Whether a stream table has not seen a change that was committed before this statement.
+-- Whether a stream table lacks a change that was committed before this statement.
 CREATE OR REPLACE FUNCTION pgtrickle._has_pending_changes(id bigint) RETURNS boolean
 LANGUAGE sql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -203,14 +203,14 @@ AS $$
     FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id
 $$;
 
--- A stream table and those behind it, sources first.
+-- A stream table and those upstream of it, sources first.
 CREATE OR REPLACE FUNCTION pgtrickle._upstream_ids(id bigint) RETURNS TABLE (pgt_id bigint, depth integer)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     WITH RECURSIVE up (pgt_id, depth) AS (
         SELECT id, 0
         UNION
-        SELECT u.pgt_id, up.depth + 1 FROM up -- the catalog refuses cycles; one that is there all the same ends
+        SELECT u.pgt_id, up.depth + 1 FROM up -- the catalog refuses cycles; this ends even if there is one
         JOIN pgtrickle.pgt_dependencies AS d ON d.pgt_id = up.pgt_id
         JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
         WHERE up.depth < 1000
@@ -218,7 +218,8 @@ AS $$
     SELECT up.pgt_id, max(up.depth) FROM up GROUP BY 1 ORDER BY 2 DESC, 1
 $$;
 
--- Asks for a refresh of a stream table behind one that the caller may read, if it has not seen everything; else NULL.
+-- Requests a refresh of a stream table upstream of one that the caller may read, if it has pending changes; otherwise
+-- NULL.
 CREATE OR REPLACE FUNCTION pgtrickle._ask_for_changes(caller name, reader bigint, id bigint) RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$

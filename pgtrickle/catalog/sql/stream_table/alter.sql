@@ -1,8 +1,8 @@
 -- Finding, altering and replacing stream tables.
 
--- The id of a stream table by its name, as the caller's search_path has it; NULL if there is none. A table that was
--- renamed is found by its new name, one that was dropped by hand by the name it had. Operators have their schema: in
--- the caller's search path there may be others that fit better.
+-- The ID of a stream table by its name in the caller's search_path; NULL if there is none. A renamed table is found by
+-- its new name, one that was dropped by hand by its former name. Operators are schema-qualified: the caller's search
+-- path may contain better matches.
 CREATE OR REPLACE FUNCTION pgtrickle._find_id(name text) RETURNS bigint
 LANGUAGE plpgsql STABLE
 AS $$
@@ -42,7 +42,7 @@ BEGIN
 END
 $$;
 
--- A query with the same columns takes the place of the old one: the table, its indexes, grants and comments stay.
+-- Replaces the query by one with the same columns: the table, its indexes, grants and comments stay.
 CREATE OR REPLACE FUNCTION pgtrickle._replace_query(id bigint, query text, query_path text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -68,10 +68,10 @@ BEGIN
     END IF;
     PERFORM pgtrickle._check_query(view);
     EXECUTE format('DROP VIEW %s', view);
-    -- A new view where the old one was dropped with something it read.
+    -- A new view if the old one was dropped together with something it read.
     view := pgtrickle._write_view('CREATE OR REPLACE VIEW', 'q_' || id, query, query_path);
     PERFORM pgtrickle._warn_time_dependent(view, stream_table.pgt_relid);
-    PERFORM pgtrickle._make_owner_functions(id); -- also for a service that has another role since
+    PERFORM pgtrickle._make_owner_functions(id); -- also if the service has a new role
     PERFORM pgtrickle._attach_sources(view, stream_table.through_coordinator);
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
 END
@@ -152,7 +152,7 @@ BEGIN
     END IF;
     PERFORM pgtrickle._alter(id, schedule, refresh_mode, NULL, pooler_compatibility_mode, placement, new_query,
                              query_path);
-    -- If no key is given, the one found for the query counts. A stream table without a key accepts any query.
+    -- If no key is given, the one found for the query is used. A stream table without a key accepts any query.
     SELECT coalesce(_replace.key_columns, pgtrickle._find_key(s.view_relid)) INTO new_key
     FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
     IF new_query IS NOT NULL AND old.key_columns IS DISTINCT FROM new_key

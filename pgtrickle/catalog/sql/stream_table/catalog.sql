@@ -1,8 +1,8 @@
--- What writes the catalog. These functions run behind the gate, which knows the caller; each checks that the caller
--- may act for the owner of what it is about.
+-- Functions that write the catalog. They run behind the gate, which knows the caller; each checks that the caller may
+-- act for the owner.
 
--- The tables that a query reads: of one in many databases those of the members, but for those that the coordinator
--- reads as they are.
+-- The tables that a query reads: for a table of a set those of the members, except tables that the coordinator reads
+-- as a whole.
 CREATE OR REPLACE FUNCTION pgtrickle._resolved_sources(view regclass, through_coordinator boolean DEFAULT false)
 RETURNS TABLE (relation regclass, columns smallint[], through regclass)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -23,7 +23,7 @@ AS $$
           JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = m.relid
             AND NOT (through_coordinator AND t.database_set = '@cluster')
           UNION ALL
-          -- What the coordinator has of a distributed table is read here, as the table itself.
+          -- The coordinator's own rows of a distributed table are read here, as the table itself.
           SELECT s.relation, s.columns, s.relation
           FROM pgtrickle._sources(view) AS s JOIN pgtrickle.pgt_sharded_tables AS t ON t.relid = s.relation
               AND t.database_set = '@cluster'
@@ -76,7 +76,7 @@ BEGIN
                   HINT = 'Use one name for it: its own in three parts, or one foreign table.';
     END IF;
 
-    -- For each table behind it one that reads it; there was no cycle before, so these lead back to where they began.
+    -- For each upstream table one of its readers; there was no cycle before, so these lead back to the start.
     WITH RECURSIVE upstream (relation, reader) AS (
         SELECT coalesce(through, source_relid), own FROM pgtrickle.pgt_dependencies WHERE pgt_id = id
         UNION
@@ -98,7 +98,7 @@ BEGIN
 END
 $$;
 
--- That all parts belong to one role, which only that role can have brought about, is proof enough that it wants this.
+-- All parts belong to one role, and only that role can have caused that: this proves its consent.
 CREATE OR REPLACE FUNCTION pgtrickle._register(
     caller name, id bigint, storage regclass, view regclass, query text, schedule text, refresh_mode text,
     pooler_compatibility_mode boolean, placement text, key_columns text[], session_settings jsonb)
@@ -115,7 +115,7 @@ BEGIN
     ELSIF (SELECT c.oid FROM pg_class AS c WHERE c.relnamespace = 'pgtrickle_views'::regnamespace
              AND c.relname = 'q_' || id AND c.relkind = 'v')
               IS DISTINCT FROM view::oid
-       -- Given out by _next_id() in this session: under an earlier one there may be messages of somebody else's.
+       -- Assigned by _next_id() in this session: an earlier ID may have messages of another role.
        OR id IS DISTINCT FROM currval('pgtrickle.pgt_stream_tables_pgt_id_seq') THEN
         RAISE EXCEPTION 'no stream table can have id %', id
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Use pgtrickle.create_stream_table().';
@@ -125,7 +125,7 @@ BEGIN
         RAISE EXCEPTION 'key columns % are not columns of the query', key_columns
             USING ERRCODE = 'undefined_column', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
-    -- One that was renamed since has given its name free.
+    -- A stream table that was renamed since has freed its name.
     UPDATE pgtrickle.pgt_stream_tables AS s SET pgt_schema = n.nspname, pgt_name = c.relname
     FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace, pg_class AS new
     JOIN pg_namespace AS m ON m.oid = new.relnamespace
@@ -148,7 +148,7 @@ BEGIN
 END
 $$;
 
--- NULL leaves a value as it is.
+-- NULL keeps a value.
 CREATE OR REPLACE FUNCTION pgtrickle._update_stream_table(
     caller name, id bigint, query text, schedule text, refresh_mode text, status text,
     pooler_compatibility_mode boolean, placement text,
@@ -160,8 +160,8 @@ AS $$
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'alter');
     IF _update_stream_table.query IS NOT NULL THEN
-        -- An old snapshot does not see what others have begun to read; nor do two at once see each other: there would
-        -- be cycles.
+        -- An old snapshot does not see what others have begun to read, and two such transactions do not see each
+        -- other: there could be cycles.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
             RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %',
                     current_setting('transaction_isolation')
@@ -172,7 +172,7 @@ BEGIN
     IF _update_stream_table.query IS NOT NULL AND EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
                                              WHERE s.pgt_id = id
                                                AND s.status_reason = pgtrickle._ownership_problem(id)) THEN
-        status := coalesce(_update_stream_table.status, 'ACTIVE'); -- it was suspended for want of a query
+        status := coalesce(_update_stream_table.status, 'ACTIVE'); -- it was suspended because its query was missing
     END IF;
     UPDATE pgtrickle.pgt_stream_tables AS s SET
         defining_query = coalesce(_update_stream_table.query, s.defining_query),
@@ -196,11 +196,11 @@ BEGIN
                     ELSE coalesce(_update_stream_table.tier, s.tier) END,
         fuse_ceiling = coalesce(_update_stream_table.fuse_ceiling, s.fuse_ceiling),
         lost_members = coalesce(_update_stream_table.lost_members, s.lost_members),
-        -- Looked at anew, at once.
+        -- Due at once.
         next_due = '-infinity', stretch = 1,
         reinit_reason = CASE WHEN _update_stream_table.query IS NOT NULL
                              AND s.frontier IS NOT NULL THEN 'query changed' ELSE s.reinit_reason END,
-        -- Forget the mode if the query changed, or if the new mode rules it out; the next refresh decides.
+        -- Reset the mode if the query changed, or if the new mode rules it out; the next refresh decides.
         effective_mode = CASE WHEN _update_stream_table.query IS NULL
                               AND coalesce(_update_stream_table.refresh_mode, 'AUTO') IN ('AUTO',
                                       s.effective_mode) THEN s.effective_mode END,
@@ -216,7 +216,7 @@ BEGIN
 END
 $$;
 
--- How a new stream table will be maintained, said at creation; the service confirms it at every refresh.
+-- How a new stream table will be maintained, determined at creation; the service confirms it at every refresh.
 CREATE OR REPLACE FUNCTION pgtrickle._record_mode(caller name, id bigint, mode text, reason text) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -226,8 +226,8 @@ BEGIN
 END
 $$;
 
--- Removes what is left of stream tables whose table was dropped by hand. The views and functions are their former
--- owners', but in a schema of ours. What somebody has locked waits for the next call.
+-- Removes the rest of stream tables whose table was dropped by hand. Their views and functions belong to the former
+-- owners, but are in a schema of the catalog. Locked ones are left for the next call.
 CREATE OR REPLACE FUNCTION pgtrickle._forget_dropped() RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
     SET lock_timeout = '200ms'
@@ -254,7 +254,7 @@ BEGIN
             PERFORM pgtrickle._signal_dag_rebuild();
         EXCEPTION
             WHEN lock_not_available THEN
-                RETURN; -- whoever holds one lock may hold many: not a wait for each
+                RETURN; -- the holder of one lock may hold many: do not wait for each
             WHEN dependent_objects_still_exist OR wrong_object_type THEN
                 NULL;
         END;

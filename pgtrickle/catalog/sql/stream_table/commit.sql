@@ -1,9 +1,9 @@
--- What a refresh needs that changes a stream table of another role than the service's: see pgtrickle/postgres/fence.py
+-- What a refresh needs to change a stream table of a role other than the service's: see pgtrickle/postgres/fence.py
 -- and decision 019.
 
--- Raises if something of an owner is left to run when the transaction of `backend` commits, where it would run with
--- the session's rights: deferrable triggers and constraints of tables that it wrote to. Foreign keys are among them:
--- planning their check may run code in index expressions. `ddl` says that we altered tables ourselves.
+-- Raises if code of an owner would run when the transaction of `backend` commits, with the rights of the session:
+-- deferrable triggers and constraints of tables that it wrote to. Foreign keys are among them: planning their check
+-- may run code in index expressions. `ddl` says that the refresh itself altered tables.
 CREATE OR REPLACE FUNCTION pgtrickle._check_commit(backend integer DEFAULT pg_backend_pid(), ddl boolean DEFAULT false)
 RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
@@ -46,7 +46,8 @@ BEGIN
 END
 $$;
 
--- A fresh table for the state of a stream table's groups. It is the catalog's, and its owner may write to it.
+-- Creates a new table for the state of a stream table's groups. It belongs to the catalog's owner; the stream table's
+-- owner may write to it.
 CREATE OR REPLACE FUNCTION pgtrickle._make_state(id bigint, names text[], types text[], collations text[],
                                                  keys integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -73,8 +74,7 @@ BEGIN
 END
 $$;
 
--- Lets the owner of a stream table, and nobody else, write to its state: after it was made, and after the owner
--- changed.
+-- Lets only the owner of a stream table write to its state: after it was created, and after the owner changed.
 CREATE OR REPLACE FUNCTION pgtrickle._grant_state(id bigint) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -85,7 +85,7 @@ DECLARE
     other oid;
 BEGIN
     IF state IS NULL OR (SELECT c.relowner = owner FROM pg_class AS c WHERE c.oid = state) THEN
-        RETURN; -- an earlier version made it, for its owner
+        RETURN; -- created by an earlier version, for its owner
     END IF;
     FOR other IN SELECT DISTINCT a.grantee FROM pg_class AS c CROSS JOIN LATERAL aclexplode(c.relacl) AS a
                  WHERE c.oid = state AND a.grantee NOT IN (0, owner, c.relowner) LOOP
@@ -97,7 +97,7 @@ BEGIN
 END
 $$;
 
--- A type that is one, as DDL has it.
+-- Checks that a type exists, for use in DDL.
 CREATE OR REPLACE FUNCTION pgtrickle._checked_type(type text) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

@@ -1,5 +1,5 @@
--- Creation: the query kept as a view, the table, its guard, the capture of its sources; all in the caller's
--- transaction.
+-- Creation of a stream table: the query as a view, the table, its guard, and capture of its sources; all in the
+-- caller's transaction.
 
 -- Names of stream tables, as [schema, name].
 CREATE OR REPLACE FUNCTION pgtrickle._parse_name(name text, default_schema text) RETURNS text[]
@@ -102,7 +102,7 @@ AS $$
     WHERE s.key IN ('TimeZone', 'DateStyle', 'IntervalStyle', 'lc_monetary', 'lc_numeric', 'lc_time', 'search_path')
 $$;
 
--- Keeps the query as a view, analysed with the caller's search_path.
+-- Stores the query as a view, analyzed with the caller's search_path.
 CREATE OR REPLACE FUNCTION pgtrickle._write_view(command text, view_name text, query text, query_path text)
 RETURNS regclass
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -112,15 +112,15 @@ DECLARE
 BEGIN
     PERFORM set_config('search_path', query_path, true);
     BEGIN
-        -- A cursor takes one statement only, and one that returns rows.
+        -- A cursor accepts one statement only, and one that returns rows.
         OPEN single FOR EXECUTE query;
         CLOSE single;
     EXCEPTION
         WHEN insufficient_privilege THEN
-            NULL; -- _check_query() says it better
+            NULL; -- _check_query() raises a better message
         WHEN feature_not_supported OR internal_error THEN
-            -- It is one query, which was analysed; Citus cannot plan every join, and need not. Who needs it says so
-            -- again.
+            -- It is one query, and was analyzed; Citus cannot plan every join, and need not. Callers that need a plan
+            -- raise the error again.
             IF NOT pgtrickle._has_citus() THEN
                 RAISE;
             END IF;
@@ -149,7 +149,7 @@ BEGIN
 END
 $$;
 
--- The text of a query as it is stored. Row ids of stream tables that `*` would include are left out, because they are
+-- The text of a query as it is stored. Row IDs of stream tables that `*` would include are left out, because they are
 -- not data; naming one is an error. Other errors in the query are reported when it is stored.
 CREATE OR REPLACE FUNCTION pgtrickle._without_row_ids(written text, query_path text) RETURNS text
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
@@ -165,7 +165,7 @@ BEGIN
         RETURN written;
     END IF;
     PERFORM set_config('search_path', query_path, true);
-    OPEN single FOR EXECUTE written; -- takes one statement only
+    OPEN single FOR EXECUTE written; -- accepts one statement only
     CLOSE single;
     EXECUTE 'CREATE TEMP VIEW pgt_shown AS ' || written;
     PERFORM set_config('search_path', 'pg_catalog, pg_temp', true);
@@ -182,14 +182,14 @@ EXCEPTION WHEN OTHERS THEN
 END
 $$;
 
--- No capture for tables that have no triggers, or whose parts have none that can see changed rows.
+-- Tables without triggers cannot be captured, nor tables with such a partition or child.
 CREATE OR REPLACE FUNCTION pgtrickle._can_capture(source regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT bool_and(relkind IN ('r', 'p')) FROM pg_class WHERE oid IN (SELECT pgtrickle._partition_tree(source))
 $$;
 
--- In the order of their OIDs, so that two who create at the same time do not wait for each other in a circle.
+-- In the order of their OIDs, so that concurrent creations do not deadlock.
 CREATE OR REPLACE FUNCTION pgtrickle._attach_sources(view regclass, through_coordinator boolean) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -228,14 +228,15 @@ BEGIN
         EXECUTE format('CREATE TABLE %s AS SELECT *, NULL::uuid AS __pgt_row_id FROM %s WITH NO DATA', storage, view);
         EXECUTE format('ALTER TABLE %s ALTER COLUMN __pgt_row_id SET NOT NULL', storage);
     ELSE
-        -- Room for new versions of rows beside the old ones: an update then touches neither another page nor an index.
+        -- Leaves room for new versions of rows on the same page: an update then touches neither another page nor an
+        -- index.
         EXECUTE format('CREATE TABLE %s WITH (fillfactor = 90) AS SELECT * FROM %s WITH NO DATA', storage, view);
     END IF;
     IF key_columns IS NULL OR distribution_column IS NOT NULL AND distribution_column <> ALL (key_columns) THEN
         EXECUTE format('CREATE INDEX ON %s (__pgt_row_id)', storage);
     ELSIF st_placement <> 'local' THEN
-        -- Citus allows no NULL in what it distributes by, and no unique index without it: rows are told apart by a
-        -- hash of their key.
+        -- Citus allows no NULL in a distribution column, and no unique index without that column: rows are identified
+        -- by a hash of their key.
         EXECUTE format('CREATE UNIQUE INDEX ON %s (%s)', storage,
                        concat_ws(', ', quote_ident(distribution_column), '__pgt_row_id'));
         IF listed IS NOT NULL THEN
@@ -245,7 +246,7 @@ BEGIN
         -- Without key columns the result is always one row.
         EXECUTE format('CREATE UNIQUE INDEX ON %s (%s) NULLS NOT DISTINCT', storage, coalesce(listed, '(true)'));
     END IF;
-    IF st_placement = 'local' THEN -- a trigger on shards could not tell our apply from others
+    IF st_placement = 'local' THEN -- a trigger on shards could not recognize an apply
         EXECUTE format('CREATE TRIGGER pgtrickle_guard BEFORE INSERT OR UPDATE OR DELETE OR TRUNCATE ON %s'
                        ' FOR EACH STATEMENT EXECUTE FUNCTION pgtrickle._guard()', storage);
     END IF;
@@ -288,7 +289,8 @@ BEGIN
     key_columns := coalesce(key_columns, pgtrickle._find_key(view));
     PERFORM pgtrickle._check_polled(view, refresh_mode);
     whole := pgtrickle._is_read_through_coordinator(view, refresh_mode);
-    -- What remains; but a query over distributed tables is never run as a whole, unless the coordinator computes it.
+    -- Finds remaining errors. A query over distributed tables is never run as a whole, unless the coordinator computes
+    -- it.
     IF whole OR NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s WHERE pgtrickle._is_distributed(s.relation)) THEN
         BEGIN
             EXECUTE format('SELECT * FROM %s LIMIT 0', view);
@@ -314,7 +316,8 @@ BEGIN
         PERFORM pgtrickle._gate('record_coordinator', jsonb_build_object('id', id));
     END IF;
     PERFORM pgtrickle._distribute_stream_table(id, st_placement, output_distribution_column);
-    -- Not before: what was left of capture of the same table would go and come in one transaction, which Citus cannot.
+    -- Not earlier: a former capture of the same table would be dropped and created in one transaction, which Citus
+    -- does not support.
     PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;
     IF initialize THEN

@@ -1,8 +1,7 @@
 -- Dropping stream tables.
 
--- Before stream tables are dropped: keeps refreshes of them out, in the order in which a refresh takes its locks.
--- First the views, then the rows; the tables come after both. What stands in the way of a view leaves it, as
--- _forget_dropped() does.
+-- Before stream tables are dropped: keeps refreshes out, in the order in which a refresh takes its locks: first the
+-- views, then the rows; the tables follow. A view with dependent objects is kept, as in _forget_dropped().
 CREATE OR REPLACE FUNCTION pgtrickle._lock_for_drop(caller name, ids bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET client_min_messages = warning
 AS $$
@@ -23,7 +22,7 @@ BEGIN
 END
 $$;
 
--- A stream table and all that read it, readers first.
+-- A stream table and all its readers, readers first.
 CREATE OR REPLACE FUNCTION pgtrickle._id_with_readers(id bigint) RETURNS bigint[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -50,8 +49,7 @@ DECLARE
     former text := pgtrickle._disable_ddl_propagation();
 BEGIN
     BEGIN
-        -- Those that begin to read it while this waits for locks hold one on its table, and are seen in the next
-        -- round.
+        -- New readers that appear while this waits for locks hold one on its table, and are seen in the next round.
         LOOP
             gone := pgtrickle._id_with_readers(id);
             IF cardinality(gone) > 1 AND NOT cascade THEN
@@ -92,7 +90,7 @@ BEGIN
         EXECUTE format('DROP TABLE %s %s', dropped.pgt_relid, CASE WHEN cascade THEN 'CASCADE' ELSE 'RESTRICT' END);
         PERFORM pgtrickle._disable_ddl_propagation();
     END LOOP;
-    -- Rows and functions: what a table dropped by hand would leave.
+    -- The rows and functions that a table dropped by hand would leave.
     PERFORM pgtrickle._forget_dropped();
     PERFORM pgtrickle._untrack_unused();
     PERFORM set_config('citus.enable_ddl_propagation', former, true) WHERE former IS NOT NULL;

@@ -1,5 +1,5 @@
--- Groups by request: stream tables that readers see at one moment, whatever they read. Diamonds are groups without
--- being asked.
+-- Refresh groups: stream tables whose members readers see at one moment, whatever they read. Diamonds are groups
+-- automatically.
 
 CREATE OR REPLACE FUNCTION pgtrickle.create_refresh_group(name text, members text[],
                                                           isolation text DEFAULT 'repeatable_read')

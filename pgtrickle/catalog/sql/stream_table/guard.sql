@@ -1,6 +1,6 @@
 -- The trigger that protects stream tables.
 
--- Refuses changes of a stream table that are not its refresh. Only the service can write apply_xid.
+-- Refuses changes of a stream table that do not come from its refresh. Only the service can write apply_xid.
 CREATE OR REPLACE FUNCTION pgtrickle._guard() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$

@@ -10,10 +10,10 @@ AS $$
 $$;
 
 -- What the service runs with the owner's rights: reading what the query reads, and changing the stream table. The
--- owner cannot alter the text of these functions, for want of the right to create anything in their schema, but can
--- alter their options: to SECURITY INVOKER, say. So they look themselves whether they run with their owner's rights,
--- by names that no search path changes. And whether the session has the rights of the service's role: a login that was
--- the service's before, or that a former owner granted EXECUTE to, has not.
+-- owner cannot replace these functions, because that needs CREATE on their schema, but can alter their options, for
+-- example to SECURITY INVOKER. So they check that they run with their owner's rights, through names that no search
+-- path changes. They also check that the session has the rights of the service's role: a former login of the service,
+-- or a role to which a former owner granted EXECUTE, does not.
 CREATE OR REPLACE FUNCTION pgtrickle._owner_function(id bigint, kind text) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -26,7 +26,7 @@ AS $$
             'service_role', 'pgtrickle._service_role()')), E'\n'))
 $$;
 
--- All that creates or renews them, to be run by the owner.
+-- The statements that create or renew them, for the owner to run.
 CREATE OR REPLACE FUNCTION pgtrickle._owner_functions_ddl(id bigint) RETURNS SETOF text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -41,11 +41,11 @@ AS $$
     FROM (VALUES ('REVOKE ALL ON FUNCTION %1$s FROM PUBLIC'), ('GRANT EXECUTE ON FUNCTION %1$s TO %2$I'))
         AS c (command)
     UNION ALL
-    -- To lock the view, and by it what it reads, before a snapshot is taken.
+    -- Allows the service to lock the view, and so the tables it reads, before it takes a snapshot.
     SELECT format('GRANT SELECT ON pgtrickle_views.%I TO %I', 'q_' || id, pgtrickle._service_role())
 $$;
 
--- Creates them as the owner. Default privileges of the owner's may let others call them: nobody shall.
+-- Creates them as the owner, and revokes what the owner's default privileges grant to others.
 CREATE OR REPLACE FUNCTION pgtrickle._make_owner_functions(id bigint) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -67,7 +67,7 @@ BEGIN
 END
 $$;
 
--- Whether the functions of a stream table are as this version makes them.
+-- Whether the functions of a stream table are those of this version.
 CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_current(id bigint) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -78,7 +78,7 @@ AS $$
     FROM pg_proc AS p JOIN pg_language AS l ON l.oid = p.prolang WHERE p.oid IN (SELECT pgtrickle._owner_functions(id))
 $$;
 
--- Whether they are as an earlier version made them: then the service renews them.
+-- Whether they are those of an earlier version, which the service renews.
 CREATE OR REPLACE FUNCTION pgtrickle._are_owner_functions_earlier(id bigint) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -91,16 +91,15 @@ AS $$
        AND to_regprocedure(format('pgtrickle_views.read_%s(text, text[])', id)) IS NULL
 $$;
 
--- Lets the service renew the functions of a stream table that an earlier version made: it runs what is returned
--- through the old write_<id>(), as the owner, between _open_views() and _close_views().
+-- Lets the service renew functions of an earlier version: it runs the returned statements through the old
+-- write_<id>(), as the owner, between _open_views() and _close_views().
 CREATE OR REPLACE FUNCTION pgtrickle._renew_owner_functions(id bigint) RETURNS SETOF text
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     PERFORM pgtrickle._open_views(pg_get_userbyid(c.relowner))
     FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
-    -- The text of the old function runs once more: it has to be ours. Looked at under the lock: until its end nobody
-    -- else can alter it.
+    -- The old function runs once more, so its text is checked, under the lock: until its end nobody else can alter it.
     IF NOT pgtrickle._are_owner_functions_earlier(id) THEN
         RAISE EXCEPTION 'the functions of stream table % in pgtrickle_views are not those that pgtrickle made',
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)

@@ -23,8 +23,8 @@ BEGIN
 END
 $$;
 
--- What is wrong with the owners of a stream table's parts; NULL if all is well. Its functions run with their owner's
--- rights, so they must be the stream table's owner's own.
+-- What is wrong with the owners of a stream table's parts; NULL if nothing is. Its functions run with their owner's
+-- rights, so they must belong to the owner of the stream table.
 CREATE OR REPLACE FUNCTION pgtrickle._ownership_problem(id bigint) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -48,10 +48,10 @@ AS $$
     WHERE s.pgt_id = id
 $$;
 
--- The columns of sources that the owner of a stream table may not read (any more), and functions that it may not call,
--- as text; NULL if there are none. Tables behind another role's view are that role's to read. Every refresh asks:
--- where no view lies between, which is nearly always, the recorded columns answer in a tenth of the time, and PL/pgSQL
--- keeps its plans.
+-- The columns of sources that the owner of a stream table may not, or no longer, read, and functions that it may not
+-- call, as text; NULL if there are none. Tables behind another role's view are read with that role's rights. Every
+-- refresh calls this: without a view in between, nearly always, the recorded columns answer in a tenth of the time,
+-- and PL/pgSQL keeps its plans.
 CREATE OR REPLACE FUNCTION pgtrickle._privilege_problem(id bigint) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -64,7 +64,7 @@ BEGIN
           AND d.refclassid = 'pg_class'::regclass
         JOIN pg_class AS c ON c.oid = d.refobjid
         WHERE s.pgt_id = id AND c.oid <> v.oid
-          -- What the rule of the view reads now: its owner can replace it.
+          -- What the view reads now: its owner can replace it.
           AND (c.relkind = 'v'
                OR CASE WHEN d.refobjsubid > 0 THEN has_column_privilege(v.relowner, c.oid, d.refobjsubid::smallint,
                                                                         'SELECT')
@@ -112,7 +112,7 @@ BEGIN
     WHERE s.pgt_id = id
       AND (missing.columns IS NOT NULL OR NOT has_any_column_privilege(role, source.relation, 'SELECT')
            OR secured.applies)), (
-        -- Also of functions behind views: PostgreSQL checks who runs the query, not who owns the view.
+        -- Including functions behind views: PostgreSQL checks the role that runs the query, not the owner of the view.
         SELECT string_agg(DISTINCT format('role %s may not call %s', v.relowner::regrole, f.fn::regprocedure), '; ')
         FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS v ON v.oid = s.view_relid
         CROSS JOIN LATERAL pgtrickle._functions_used(s.view_relid) AS f
@@ -120,8 +120,8 @@ BEGIN
 END
 $$;
 
--- Sources that a query reads through a view with the rights of the view's owner, where its own owner may not read
--- them: only PostgreSQL knows which of their rows and columns that view shows. NULL if there are none.
+-- Sources that a query reads through a view with the rights of the view's owner, and that its own owner may not read:
+-- only PostgreSQL knows which rows and columns that view shows. NULL if there are none.
 CREATE OR REPLACE FUNCTION pgtrickle._hidden_sources(view regclass) RETURNS text
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$

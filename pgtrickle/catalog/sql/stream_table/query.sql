@@ -1,6 +1,6 @@
--- What PostgreSQL knows about a defining query, read from the view that keeps it and the views below that.
+-- What PostgreSQL knows about a defining query, from the view that stores it and the views it reads.
 
--- The rules of the view and of all views it reads, with the role whose rights PostgreSQL checks there.
+-- The rules of the view and of all views it reads, with the role whose privileges PostgreSQL checks there.
 CREATE OR REPLACE FUNCTION pgtrickle._view_rules(view regclass)
 RETURNS TABLE (rule oid, relation oid, tree text, checked_as oid)
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -23,8 +23,8 @@ AS $$
     SELECT rule, relation, tree, checked_as FROM walk
 $$;
 
--- The tables that the query reads, and the columns it uses of each: none for count(*), all for a whole row.
--- pg_depend does not name system catalogs, so the tables come from the query tree.
+-- The tables that the query reads, and the columns it uses of each: none for count(*), all for a whole row. pg_depend
+-- does not list system catalogs, so the tables come from the query tree.
 CREATE OR REPLACE FUNCTION pgtrickle._sources(view regclass)
 RETURNS TABLE (relation regclass, kind "char", columns smallint[], checked_as oid[])
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
@@ -57,7 +57,8 @@ AS $$
     JOIN pg_namespace AS n ON n.oid = p.pronamespace
 $$;
 
--- Whether the query asks for the time: CURRENT_DATE and its kin (the first nine of SQLValueFunctionOp), now(), age(x).
+-- Whether the query uses the current time: CURRENT_DATE and similar (the first nine of SQLValueFunctionOp), now(),
+-- age(x).
 CREATE OR REPLACE FUNCTION pgtrickle._time_dependent(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -68,7 +69,7 @@ AS $$
                           OR (f.proname = 'age' AND p.pronargs = 1 AND p.provolatile = 's')))
 $$;
 
--- Says at creation what a query over the current time costs.
+-- Warns at creation about the cost of a query over the current time.
 CREATE OR REPLACE FUNCTION pgtrickle._warn_time_dependent(view regclass, storage regclass) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -82,8 +83,8 @@ BEGIN
 END
 $$;
 
--- The columns of a table by which its rows are told apart, in the order of the index: its primary key, or another
--- unique index without NULLs.
+-- The columns that identify the rows of a table, in index order: its primary key, or another unique index without
+-- NULLs.
 CREATE OR REPLACE FUNCTION pgtrickle._table_key(relation oid) RETURNS name[]
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -106,10 +107,10 @@ AS $$
                       WHERE h.inhparent = relation AND c.relkind = 'r')
 $$;
 
--- The key of a query's result, where its shape shows it beyond doubt; else NULL. Python and the command line find the
--- keys of all queries that are maintained differentially (pgtrickle/ivm/unique_key.py), and what is found here is what
--- they find: of a query of one table the columns of that table's key, of a query that groups by columns these. Each
--- has to be in the result once: of two it would not be clear which is meant.
+-- The key of a query's result, if its shape shows it beyond doubt; otherwise NULL. Python and the command line find
+-- the keys of all queries that are maintained differentially (pgtrickle/ivm/unique_key.py), and agree with this
+-- function: for a query of one table the columns of that table's key, for one that groups by columns these columns.
+-- Each has to be in the result exactly once.
 CREATE OR REPLACE FUNCTION pgtrickle._find_key(view regclass) RETURNS text[]
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -122,7 +123,7 @@ DECLARE
     source_key smallint[] := '{}';
     found smallint[];
 BEGIN
-    -- Of the kinds of what is in FROM there are tables, joins (2) and what groups are made of (9).
+    -- FROM may contain tables, joins (2) and groups (9).
     IF tree ~ '\{(SUBLINK|COMMONTABLEEXPR|SETOPERATIONSTMT|WINDOWFUNC|GROUPINGSET) |:rtekind '
               '[1345678] |:hasTargetSRFs true|:tablesample \{'
        OR tree !~ ':distinctClause <>' OR tree !~ ':limitOffset <> :limitCount <>' THEN
@@ -156,7 +157,7 @@ BEGIN
                         AND o.place <> p.place);
     IF cardinality(found) IS DISTINCT FROM (CASE WHEN grouped = '{}' THEN cardinality(source_key)
                                                  ELSE cardinality(grouped) END)
-       -- An index has to hold it.
+       -- The key must be indexable.
        OR EXISTS (SELECT FROM pg_attribute AS a JOIN pg_type AS t ON t.oid = a.atttypid
                   WHERE a.attrelid = view AND a.attnum = ANY (found) AND NOT (
                       t.typtype IN ('d', 'e', 'r', 'm') OR t.typcategory = 'A' OR t.oid = 'varchar'::regtype
@@ -170,8 +171,8 @@ BEGIN
 END
 $$;
 
--- The labels of all enums that are among these types or in them: renaming one changes values of rows that nobody
--- writes to. PL/pgSQL, because it keeps its plan.
+-- The labels of all enums among these types or inside them: renaming a label changes the values of rows without
+-- writing to them. In PL/pgSQL, which keeps its plan.
 CREATE OR REPLACE FUNCTION pgtrickle._enum_labels(types oid[]) RETURNS jsonb
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -213,10 +214,10 @@ AS $$
     FROM pg_class AS c CROSS JOIN pg_roles AS r WHERE c.oid = relation AND r.oid = role
 $$;
 
--- Whether a query runs code that is not PostgreSQL's own, or may run it. Whatever a user made counts, but for tables
--- and collations: an operator over a function of PostgreSQL's has a negator that the planner may call instead, domains
--- have checks, and casts to text or json, which printing a value takes, may be anybody's who owns the type. VOLATILE
--- functions of PostgreSQL count too: some run a text as a query. A view can get one after it was checked.
+-- Whether a query runs, or may run, code that is not built in. Everything user-defined counts, except tables and
+-- collations: an operator over a built-in function may have a negator that the planner calls instead, domains have
+-- checks, and casts to text or json, which printing a value uses, can be created by the type's owner. Built-in
+-- VOLATILE functions count as well: some run a text as a query. A view may get one after it was checked.
 CREATE OR REPLACE FUNCTION pgtrickle._runs_user_code(view regclass) RETURNS boolean
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp SET standard_conforming_strings = on
 AS $$
@@ -233,7 +234,7 @@ AS $$
                    WHERE NOT a.attisdropped AND a.atttypid >= 16384)
 $$;
 
--- Raises what makes the query unfit for a stream table.
+-- Raises an error if the query cannot define a stream table.
 CREATE OR REPLACE FUNCTION pgtrickle._check_query(view regclass) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -254,9 +255,8 @@ BEGIN
             USING ERRCODE = 'reserved_name',
                   HINT = 'Names that begin with __pgt_ are pgtrickle''s. Give it another one with AS.';
     END IF;
-    -- How names of objects are printed depends on search_path; a refresh has one of its own (decision 019). Of types
-    -- it does not matter: nearly all are PostgreSQL's own. A value of such a type that stays one is the same
-    -- everywhere.
+    -- The names of objects are printed according to search_path, and a refresh has its own (decision 019). For types
+    -- it does not matter: nearly all are built in. A value of such a type that is not cast is the same everywhere.
     SELECT string_agg(DISTINCT m[1]::oid::regtype::text, ', ') INTO offending
     FROM pgtrickle._view_rules(view) AS r
     CROSS JOIN LATERAL regexp_matches(r.tree,

@@ -1,7 +1,7 @@
--- What a refresh needs to know of rows: their IDs, and changes that came with a dump.
+-- Row IDs, and changes that came with a dump.
 
--- What tells rows without a key apart: 128 bits of a hash of what they print. Somebody who can write a source must not
--- be able to find two rows with the same one. Not md5(): a server in FIPS mode refuses it.
+-- The ID of a row without a key: 128 bits of a hash of its text. A user who can write to a source must not be able to
+-- find two rows with the same ID. Not md5(): a server in FIPS mode refuses it.
 CREATE OR REPLACE FUNCTION pgtrickle._row_id(printed text) RETURNS uuid
 LANGUAGE sql STABLE STRICT PARALLEL SAFE
 AS $$
@@ -9,7 +9,7 @@ AS $$
                              'hex')::uuid
 $$;
 
--- The same up to catalog version 20, where collisions can be computed in minutes. Still used for tables that Citus
+-- The same up to catalog version 20; its collisions can be computed in minutes. Still used for tables that Citus
 -- distributes by it.
 CREATE OR REPLACE FUNCTION pgtrickle._former_row_id(printed text) RETURNS uuid
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE
@@ -19,8 +19,8 @@ AS $$
                                '0'))::uuid
 $$;
 
--- Changes that a dump brought from another server carry transaction ids that are still to come here: they would count
--- as new. What this server's own writers wrote since is not visible to this statement's snapshot.
+-- Changes in a dump from another server have transaction IDs that are still in the future here: they would count as
+-- new. What this server's own writers wrote since is not visible to this statement's snapshot.
 CREATE OR REPLACE FUNCTION pgtrickle._drop_foreign_changes(stable_name text) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$

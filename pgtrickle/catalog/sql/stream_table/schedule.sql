@@ -1,7 +1,6 @@
--- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as dependents need
--- it.
+-- Schedules: durations ('500ms', '1h30m'), cron expressions, and 'calculated', which is as often as readers need it.
 
--- NULL where the schedule is no duration, or one of nothing or of more than ten years.
+-- NULL if the schedule is not a duration, or is zero or more than ten years.
 CREATE OR REPLACE FUNCTION pgtrickle._parse_duration(schedule text) RETURNS interval
 LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -15,7 +14,7 @@ AS $$
         HAVING sum(seconds) > 0 AND sum(seconds) <= 3650 * 86400) END
 $$;
 
--- Which stream tables come first: set by hand, or by how lately their sources changed.
+-- The priority of a stream table: set by a user, or derived from the time of the last change of its sources.
 CREATE OR REPLACE FUNCTION pgtrickle._tier(by_hand text, last_change_at timestamptz) RETURNS text
 LANGUAGE sql STABLE PARALLEL SAFE
 AS $$
@@ -24,10 +23,10 @@ AS $$
                                   ELSE 'cold' END)
 $$;
 
--- How often each stream table is due. Those that are calculated are as fresh as the ones that read them, and without
--- such as fresh as the setting says. Creating or altering a stream table settles that one only and leaves the rows of
--- others unlocked: the service settles them when it sees the change. A row that somebody has locked is left out; the
--- result says whether there was one.
+-- Computes the intervals of stream tables. Calculated ones are as fresh as their readers, and without readers as fresh
+-- as the setting says. Creating or altering a stream table updates only that one and leaves the rows of others
+-- unlocked: the service updates those when it sees the change. Locked rows are skipped; the result says whether there
+-- were any.
 CREATE OR REPLACE FUNCTION pgtrickle._update_intervals(only_id bigint DEFAULT NULL) RETURNS boolean
 LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
@@ -40,7 +39,7 @@ AS $$
         JOIN pgtrickle.pgt_stream_tables AS u ON u.pgt_relid = coalesce(d.through, d.source_relid)
         WHERE u.schedule = 'calculated'
     ), settled AS (
-        -- The setting is read once: looking for one in all its places takes as long as a hundred stream tables here.
+        -- The setting is read once: searching all its origins takes as long as a hundred stream tables here.
         SELECT s.pgt_id, coalesce(min(n.every), CASE WHEN s.schedule = 'calculated' THEN (
                    SELECT make_interval(secs => pgtrickle._setting('default_schedule_seconds')::integer)) END) AS every
         FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN needed AS n USING (pgt_id)

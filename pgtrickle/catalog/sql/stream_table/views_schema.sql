@@ -1,6 +1,6 @@
--- The schema pgtrickle_views, where objects belong to owners of stream tables: who may create what there, and when.
+-- The schema pgtrickle_views, whose objects belong to owners of stream tables: who may create objects there, and when.
 
--- An id whose names in pgtrickle_views are free, whatever an earlier version let others create there.
+-- An ID whose names in pgtrickle_views are free, even if an earlier version let others create objects there.
 CREATE OR REPLACE FUNCTION pgtrickle._next_id() RETURNS bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
@@ -18,14 +18,14 @@ BEGIN
 END
 $$;
 
--- Lets a role create objects in pgtrickle_views, whose owner it shall be: until _close_views(), in this transaction
--- only. Those who do this come one after the other.
+-- Lets a role create objects in pgtrickle_views that it will own: until _close_views(), in this transaction only. Such
+-- transactions are serialized.
 CREATE OR REPLACE FUNCTION pgtrickle._open_views(caller name) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
-        RETURN; -- may create there at any time
+        RETURN; -- may create objects there at any time
     END IF;
     PERFORM pgtrickle._lock('pgtrickle_views');
     INSERT INTO pgtrickle.pgt_openings (role) SELECT r.oid FROM pg_roles AS r
@@ -74,11 +74,11 @@ BEGIN
           WHERE p.pronamespace = 'pgtrickle_views'::regnamespace
             AND NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s
                             JOIN pg_class AS t ON t.oid = s.pgt_relid AND t.relowner = p.proowner
-                            -- The second is of an earlier version, and not called any more.
+                            -- The second belongs to an earlier version, and is not called any more.
                             WHERE p.oid IN (SELECT pgtrickle._owner_functions(s.pgt_id))
                                OR p.oid = to_regprocedure(format('pgtrickle_views.read_%s(text)', s.pgt_id)))) AS o
     WHERE pgtrickle._is_of_this_transaction(o.written_by);
-    -- The text of these functions is what keeps them from running with other rights.
+    -- The text of these functions keeps them from running with other rights.
     stranger := coalesce(stranger, (
         SELECT min('write_' || s.pgt_id) FROM pgtrickle.pgt_stream_tables AS s
         JOIN pg_class AS c ON c.oid = s.pgt_relid
@@ -94,7 +94,7 @@ BEGIN
 END
 $$;
 
--- At the end of the transaction: nobody keeps the right.
+-- At the end of the transaction nobody keeps the privilege.
 CREATE OR REPLACE FUNCTION pgtrickle._require_closed() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
