@@ -165,11 +165,13 @@ def _capture(conn: Connection) -> Iterator[Finding]:
         broken = [f"{number} {state}" for number, state in ((missing, "missing"), (disabled, "disabled")) if number]
         if broken:
             problem = f"has capture triggers that are {' and '.join(broken)}: its changes go by unseen"
-            remedy = f"Run SELECT pgtrickle._retrack('{name}') as its owner; the next refresh fills its readers anew."
+            remedy = (
+                f"Run SELECT pgtrickle._retrack('{name}') as its owner; the next refresh re-initializes its readers."
+            )
             yield Finding("capture", name, problem, remedy)
         elif changed:
             problem = "was captured differently since the last refresh (triggers or partitions changed)"
-            yield Finding("capture", name, problem, "Nothing to do: the next refresh fills its readers anew.")
+            yield Finding("capture", name, problem, "Nothing to do: the next refresh re-initializes its readers.")
 
 
 def _requests(conn: Connection) -> Iterator[Finding]:
@@ -269,7 +271,7 @@ def _citus(conn: Connection) -> Iterator[Finding]:
     rows = _rows(conn, "SELECT node, source, triggers_missing, problem FROM pgtrickle.citus_status")
     for node, source, missing, _ in rows:
         if missing:
-            remedy = "Nothing to do: the next refresh puts them there, and fills its readers anew."
+            remedy = "Nothing to do: the next refresh creates them, and re-initializes its readers."
             yield Finding("citus", f"{node}: {source}", f"lacks {missing} capture triggers", remedy)
     for node, problem in sorted({(node, problem) for node, _, _, problem in rows if problem is not None}):
         yield Finding(

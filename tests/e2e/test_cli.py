@@ -311,7 +311,7 @@ def test_a_query_over_the_current_time_is_warned_about(shop: TestDatabase) -> No
     done = cli(shop.dsn, "create", "recent", "SELECT id, now() AS at FROM orders", "--no-init")
     assert done.returncode == 0
     assert done.stderr.count("the query of stream table public.recent depends on the current time") == 1
-    assert "hint: Give it a schedule" in done.stderr
+    assert "hint: Give it the longest" in done.stderr
 
 
 def test_libpq_variables_name_the_database(shop: TestDatabase) -> None:

@@ -262,7 +262,7 @@ def test_profile_without_matplotlib(shop: TestDatabase, tmp_path: Path, monkeypa
         monkeypatch.setitem(sys.modules, module, None)
     (tmp_path / "profile.png").write_bytes(b"of an earlier run")
     done = run(profile, shop.dsn, "--seconds", "0.1", "--out", str(tmp_path))
-    assert "no service looks after this database" in done.stderr
+    assert "no service serves this database" in done.stderr
     assert "pip install matplotlib" in done.stderr
     assert "written: " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["profile.csv"]

@@ -80,7 +80,7 @@ def test_what_is_not_done_in_time_still_stands(
         conn.execute("SELECT pgtrickle.pause()")
         assert refresh(shop.dsn, "--request-id", "run-1", "--timeout", "0.5") == LATE
         assert "still stands" in capsys.readouterr().err
-        with pgtrickle.connect(shop.dsn) as db, pytest.raises(NotInTimeError, match="was not done within"):
+        with pgtrickle.connect(shop.dsn) as db, pytest.raises(NotInTimeError, match="did not finish within"):
             db.wait_for_request("parts", db.request_refresh("parts", key="run-1"), 0.2)
         conn.execute("SELECT pgtrickle.resume()")
         assert refresh(shop.dsn, "--request-id", "run-1") == 0

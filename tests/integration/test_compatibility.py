@@ -617,7 +617,7 @@ def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
             with psycopg.connect(second.direct_dsn, autocommit=True) as there:
                 health = rows(there, "SELECT detail FROM pgtrickle.health_check() WHERE check_name = 'service'")
                 assert [row["detail"] for row in health] == [
-                    "no service looks after this database; one could not: pg_trickle.max_databases is 1"
+                    "no service serves this database; the last attempt failed: pg_trickle.max_databases is 1"
                 ]
             owner.execute("SELECT pgtrickle.set(%s, NULL)", (most,))
             until(lambda: served() == both)

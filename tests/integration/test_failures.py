@@ -103,7 +103,7 @@ def test_errors_that_pass_are_tried_again_after_growing_pauses_and_told_once(
         assert events(shop, "rooms") == [("refresh_failed", "disk", "53100")]
         row = shop.execute("SELECT remedy FROM pgtrickle.diagnose_errors('rooms') LIMIT 1").fetchone()
         assert row is not None
-        assert "Make room" in row[0]
+        assert "Free space" in row[0]
         assert "resume_stream_table" not in row[0]
         check = "SELECT detail FROM pgtrickle.health_check() WHERE check_name = 'failing'"
         assert "could not extend file" in str(shop.execute(check.encode()).fetchone())

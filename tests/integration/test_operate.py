@@ -469,7 +469,7 @@ def test_a_late_stream_table(shop: Connection) -> None:
     late = check(shop, "stale")
     assert late["severity"] == "WARN"
     assert late["detail"].startswith("shop.totals: for 6")
-    assert late["detail"].endswith("allowed are 10.0 s")
+    assert late["detail"].endswith("10.0 s are allowed")
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_query_that_is_replaced_keeps_the_key_that_was_found(shop: Connection)
     for query in ("SELECT id, note FROM orders", "SELECT id, note FROM orders WHERE id > 1"):
         shop.execute(replace, (query,))
         assert one(shop, "SELECT defining_query, key_columns FROM pgtrickle.pgt_stream_tables") == (query, ["id"])
-    with pytest.raises(psycopg.errors.InvalidTableDefinition, match=r"has another key: none instead of \{id\}"):
+    with pytest.raises(psycopg.errors.InvalidTableDefinition, match=r"has a different key: none instead of \{id\}"):
         shop.execute(replace, ("SELECT id + 0 AS id, note FROM orders",))
 
 
@@ -502,7 +502,7 @@ def test_refresh_and_wait(shop: Connection, database: TestDatabase, status: str,
 
 def test_refresh_and_wait_gives_up(shop: Connection) -> None:
     create(shop, "x", "SELECT id FROM orders", initialize=False)
-    with pytest.raises(psycopg.errors.QueryCanceled, match="not done within"):
+    with pytest.raises(psycopg.errors.QueryCanceled, match="did not finish within"):
         shop.execute("CALL pgtrickle.refresh_and_wait('x', '50 milliseconds')")
 
 
@@ -735,7 +735,7 @@ def test_the_right_to_create_ends_with_the_creation(roles: Roles) -> None:
         roles.bob.execute(planted)
     # Neither by beginning a creation that is not ended, nor with something else in the middle of one.
     begin = f"BEGIN; SELECT pgtrickle._gate('begin_create', '{{}}'); {planted};"
-    with pytest.raises(psycopg.errors.InvalidTransactionState, match="not created to the end"):
+    with pytest.raises(psycopg.errors.InvalidTransactionState, match="was not completed"):
         roles.bob.execute(f"{begin} COMMIT")
     with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="read_9"):
         roles.bob.execute(f"{begin} SELECT pgtrickle.create_stream_table('bob.other', 'SELECT 1 AS a'); COMMIT")

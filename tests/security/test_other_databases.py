@@ -145,7 +145,7 @@ def test_a_foreign_table_that_is_pointed_elsewhere_is_followed_to_imported_table
     assert roles.rows(mallory, f"SELECT id, secret FROM {name}") == [(1, "harmless")]
     redirect = f"ALTER FOREIGN TABLE {foreign_table} OPTIONS (SET schema_name '{alice}', SET table_name 'customers')"
     roles.sql(mallory, redirect)
-    with pytest.raises(PrivilegeError, match="may not make table"):
+    with pytest.raises(PrivilegeError, match="may not import table"):
         roles.refresh(name)
     assert roles.rows(mallory, f"SELECT id, secret FROM {name}") == [(1, "harmless")]
     with roles.service() as db:

@@ -96,7 +96,7 @@ def test_an_owners_function_is_not_replaced_in_the_middle_of_a_change(roles: Rol
 
     with pgtrickle.connect(roles.database.dsn, on_step=attack) as db:
         db.refresh([name])
-    assert "not one that pgtrickle made" in str(refusals[0])
+    assert "was not created by pgtrickle" in str(refusals[0])
     roles.assert_powerless()
 
 
@@ -151,7 +151,7 @@ def test_nothing_is_planted_while_a_role_creates_a_stream_table(roles: Roles) ->
         f"CREATE VIEW pgtrickle_views.state_{roles.id_of(name)} AS SELECT 1 AS a",
         f"CREATE TABLE pgtrickle_views.stage_{roles.id_of(name)}_1 (a int)",
     ):
-        with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="not one that pgtrickle made"):
+        with pytest.raises(psycopg.errors.InvalidObjectDefinition, match="was not created by pgtrickle"):
             roles.sql(mallory, f"BEGIN; {gate('begin_create')}; {planted}; {create}; COMMIT")
         with pytest.raises(psycopg.errors.UndefinedTable, match="no stream table with id"):
             roles.sql(mallory, f"BEGIN; {gate('begin_create')}; {planted}; {gate('update', id=-1, query='x')}; COMMIT")

@@ -54,7 +54,7 @@ def profile(dsn: str | None, seconds: float, interval: float, out: Path, as_json
     with open_database(dsn) as database:
         require_pool_functions(database.conn)
         if database.conn.execute("SELECT services FROM pgtrickle.health_summary()").fetchone() == (0,):
-            click.echo("warning: no service looks after this database, so no worker is busy", err=True)
+            click.echo("warning: no service serves this database, so no worker is busy", err=True)
             click.echo("hint: Start one with `pgtrickle run`.", err=True)
         out.mkdir(parents=True, exist_ok=True)
         samples = _sample(database, seconds, interval, out / "profile.csv")

@@ -109,8 +109,8 @@ BEGIN
           AND c.seen_at < clock_timestamp() - interval '10 minutes';
         UPDATE pgtrickle.pgt_stream_tables AS s
         SET reinit_reason = CASE WHEN s.status = 'SUSPENDED' THEN
-                                 'more changes waited for it than max_buffer_rows while it was suspended'
-                                 ELSE 'more changes waited for it than max_buffer_rows while it was not refreshed' END
+                                 'more than max_buffer_rows changes accumulated while it was suspended'
+                                 ELSE 'more than max_buffer_rows changes accumulated while it was not refreshed' END
         WHERE (s.status = 'SUSPENDED' OR s.tier = 'frozen' OR s.data_timestamp < clock_timestamp() - interval '1 day')
           AND s.frontier IS NOT NULL AND s.reinit_reason IS NULL
           AND EXISTS (SELECT FROM pgtrickle.pgt_dependencies AS d

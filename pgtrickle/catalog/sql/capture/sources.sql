@@ -98,7 +98,7 @@ BEGIN
     FROM pg_attribute AS a WHERE a.attrelid = source AND a.attnum = attribute;
     SELECT t.typcollation, t.typnamespace INTO STRICT base FROM pg_type AS t WHERE t.oid = col.type;
     IF NOT has_schema_privilege(base.typnamespace, 'USAGE') THEN
-        RAISE EXCEPTION 'the changes of % cannot be stored: role % may not use schema %, where type % is',
+        RAISE EXCEPTION 'the changes of % cannot be stored: role % may not use schema %, which contains type %',
                 source, current_user, base.typnamespace::regnamespace, format_type(col.type, NULL)
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Run: GRANT USAGE ON SCHEMA %s TO %I;', base.typnamespace::regnamespace, current_user);

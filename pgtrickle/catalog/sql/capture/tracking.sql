@@ -117,7 +117,7 @@ BEGIN
     SELECT source_relid INTO taken_by FROM pgtrickle.pgt_change_tracking AS t WHERE t.source_stable_name = stable_name;
     IF taken_by IS NOT NULL AND current_setting('transaction_isolation') <> 'read committed' THEN
         -- An old snapshot does not see who has begun to use it.
-        RAISE EXCEPTION '% cannot be tracked in a transaction that is %', source,
+        RAISE EXCEPTION '% cannot be tracked in a % transaction', source,
                 current_setting('transaction_isolation')
             USING ERRCODE = 'active_sql_transaction',
                   HINT = 'Create the stream table in a READ COMMITTED transaction.';

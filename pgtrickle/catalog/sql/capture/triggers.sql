@@ -102,7 +102,8 @@ BEGIN
     LOOP
         CONTINUE WHEN wanted.copied OR wanted.tgenabled = 'A' OR (wanted.tgenabled = 'O' AND NOT wanted.owned);
         IF subscribed AND NOT wanted.owned THEN
-            RAISE EXCEPTION 'the changes of % come by logical replication, which only its owner can have captured',
+            RAISE EXCEPTION 'the changes of % arrive by logical replication, and only its '
+                            'owner can have them captured',
                     wanted.relation
                 USING ERRCODE = 'insufficient_privilege',
                       HINT = 'Let the owner of the table create the first stream table on it.';

@@ -44,7 +44,7 @@ BEGIN
                     AND NOT pgtrickle._is_gone(t.source_relid)) THEN
         RAISE EXCEPTION '% cannot be captured as %', source, quote_literal(stable_name)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'Another table is, or it is captured under another name.';
+                  HINT = 'Another table has that name, or this one is captured under another name.';
     ELSIF tracked IS NULL
           AND stable_name <> (SELECT pgtrickle.stable_hash(format('%I.%I', n.nspname, c.relname)) FROM pg_class AS c
                                               JOIN pg_namespace AS n ON n.oid = c.relnamespace WHERE c.oid = source)

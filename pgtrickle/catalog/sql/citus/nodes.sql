@@ -197,8 +197,8 @@ BEGIN
         UPDATE pgtrickle.pgt_stream_tables AS s
         SET view_relid = stream_table.view,
             reinit_reason = CASE WHEN s.frontier IS NOT NULL THEN
-                                 'a table that it reads was distributed otherwise, or shards '
-                                 'are where nobody read them' END
+                                 'a table that it reads was distributed differently, or has '
+                                 'shards on nodes that were not read' END
         WHERE s.pgt_id = stream_table.pgt_id;
         PERFORM pgtrickle._register_sources(stream_table.pgt_id);
         id := stream_table.pgt_id;
@@ -241,10 +241,12 @@ CREATE OR REPLACE FUNCTION pgtrickle._node_capture_problem(relation oid) RETURNS
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE WHEN c.relispartition THEN ARRAY[
-                    format('it is a partition of %s, whose writers fire no triggers of it',
+                    format('it is a partition of %s, and writes through that table do not fire its triggers',
                            (SELECT i.inhparent::regclass FROM pg_inherits AS i WHERE i.inhrelid = c.oid)),
                     'Read the partitioned table, with a condition.']
-                ELSE (SELECT ARRAY[format('%s has columnar storage, which has no triggers that see changed rows',
+                ELSE
+                    (SELECT
+                     ARRAY[format('%s has columnar storage, which does not support triggers that see changed rows',
                                           CASE WHEN member = c.oid THEN 'it'
                                                ELSE format('its partition %s', member::regclass) END),
                                    'Use SELECT alter_table_set_access_method(…, ''heap'').']

@@ -30,9 +30,9 @@ BEGIN
     ELSIF wanted IN ('reference', 'distributed') AND NOT pgtrickle._has_citus() THEN
         RAISE EXCEPTION 'st_placement cannot be % in database %, which has no Citus', quote_literal(wanted),
                 quote_ident(current_database())
-            USING ERRCODE = 'feature_not_supported', HINT = 'Leave it out: the table is then an ordinary one.';
+            USING ERRCODE = 'feature_not_supported', HINT = 'Leave it out to create an ordinary table.';
     ELSIF distribution_column IS NOT NULL AND wanted <> 'distributed' THEN
-        RAISE EXCEPTION 'output_distribution_column is for tables that are distributed, and st_placement is %',
+        RAISE EXCEPTION 'output_distribution_column needs a distributed table, and st_placement is %',
                 quote_literal(wanted)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Leave one of the two out.';
     ELSIF wanted = 'auto' AND NOT EXISTS (SELECT FROM pgtrickle._sources(view) AS s
@@ -71,7 +71,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._record_st_placement(caller name, id bigint
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, 'place');
+    PERFORM pgtrickle._require_owner(caller, id, 'distribute');
     UPDATE pgtrickle.pgt_stream_tables AS s
     SET st_placement = _record_st_placement.placement, output_distribution_column = distribution_column
         WHERE s.pgt_id = id;
@@ -117,7 +117,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._record_coordinator(caller name, id bigint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, 'place');
+    PERFORM pgtrickle._require_owner(caller, id, 'distribute');
     UPDATE pgtrickle.pgt_stream_tables AS s SET through_coordinator = true
     WHERE s.pgt_id = id AND s.created_at = now(); -- in the transaction that creates it, when nobody can read it yet
     IF NOT FOUND THEN

@@ -49,7 +49,7 @@ BEGIN
         lag := clock_timestamp() - member.clear_at;
         problem := CASE WHEN NOT member.success THEN member.result
                         WHEN member.groupid <> 0
-                            AND NOT member.known THEN 'not followed yet: the next refresh has it captured'
+                            AND NOT member.known THEN 'not captured yet: the next refresh captures it'
                         ELSE member.known_problem END;
         report := CASE WHEN member.groupid = 0 THEN pgtrickle._node_report()
                        WHEN member.success THEN member.result::jsonb END;

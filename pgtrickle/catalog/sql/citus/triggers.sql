@@ -332,8 +332,8 @@ BEGIN
             RAISE EXCEPTION 'changes of % cannot be captured on node %:%: %', source, answer.nodename, answer.nodeport,
                     answer.result
                 USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = format('Fix it there and try again: what the other nodes already '
-                                    'have is kept. If permission was denied: %I needs TRIGGER '
+                      HINT = format('Fix it there and try again; the other nodes keep what '
+                                    'they have. If permission was denied: %I needs TRIGGER '
                                     'on the table and all its partitions.', current_user);
         END IF;
     END LOOP;

@@ -92,7 +92,7 @@ BEGIN
             ARRAY(SELECT jsonb_array_elements_text(a -> 'definitions')),
                 ARRAY(SELECT jsonb_array_elements_text(a -> 'problems')));
     ELSE
-        RAISE EXCEPTION 'the gate knows no action %', quote_nullable(NEW.action)
+        RAISE EXCEPTION 'unknown gate action %', quote_nullable(NEW.action)
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     RETURN NEW;

@@ -62,7 +62,7 @@ AS $$
     UNION ALL
     SELECT format('replication slot %s (%s)', r.slot_name, CASE WHEN r.active THEN 'active' ELSE 'inactive' END),
            coalesce(i.inactive_since, k.at),
-           CASE WHEN r.active THEN 'See why its consumer lags.'
+           CASE WHEN r.active THEN 'Find out why its consumer lags.'
                 ELSE format('Start its consumer, or, if it is not needed, SELECT pg_drop_replication_slot(%L);',
                             r.slot_name) END
     FROM pg_replication_slots AS r CROSS JOIN bound AS b LEFT JOIN known AS k ON true
@@ -88,8 +88,8 @@ AS $$
                 WHEN c.missing > 0 OR c.disabled > 0
                 THEN
                     format('As the owner of %s: SELECT pgtrickle._retrack(%1$L); the next '
-                           'refresh fills its readers anew.', c.name)
-                ELSE 'The next refresh fills its readers anew.' END
+                           'refresh re-initializes its readers.', c.name)
+                ELSE 'The next refresh re-initializes its readers.' END
     FROM (
         SELECT format('%I.%I', n.nspname, r.relname) AS name,
                bool_or(p.oid IS NULL OR p.prosrc = pgtrickle._inert_body()) AS stopped,
@@ -144,12 +144,12 @@ AS $$
         SELECT * FROM pgtrickle._not_served()
     )
     SELECT 'service', CASE service.scheduler_status WHEN 'DISABLED' THEN 'WARN' ELSE 'ERROR' END,
-           'no service looks after this database' || coalesce('; one could not: ' || refusal.reason, ''),
+           'no service serves this database' || coalesce('; the last attempt failed: ' || refusal.reason, ''),
            CASE WHEN refusal.reason IS NULL THEN 'Start one: pgtrickle run'
                 ELSE 'Fix this, or see the log of the service.' END
     FROM service LEFT JOIN refusal ON true WHERE service.services = 0
     UNION ALL
-    SELECT 'scheduler', 'WARN', 'a service is in trouble here: ' || refusal.reason, 'See the log of the service.'
+    SELECT 'scheduler', 'WARN', 'a service has a problem here: ' || refusal.reason, 'See the log of the service.'
     FROM service JOIN refusal ON true WHERE service.services > 0 AND refusal.lately
     UNION ALL
     SELECT 'scheduler', 'WARN', 'pg_trickle.enabled is off: nothing is refreshed',
@@ -177,19 +177,19 @@ AS $$
     FROM stream_tables AS s WHERE s.status = 'ERROR'
     UNION ALL
     SELECT 'stale', 'WARN',
-           format('%s: for %s s, allowed are %s s', s.full_name, round(l.waited::numeric, 1),
+           format('%s: for %s s, %s s are allowed', s.full_name, round(l.waited::numeric, 1),
                   round(l.allowed::numeric, 1)),
            'See the other checks, worker_pool_status() and parallel_job_status(): more workers, or a longer schedule.'
     FROM pgtrickle._late_stream_tables() AS l JOIN stream_tables AS s USING (pgt_id) WHERE l.late
     UNION ALL
     SELECT 'fuses', 'ERROR',
-           format('%s: %s', s.full_name, coalesce(s.status_reason, 'more changes at once than its fuse lets pass')),
+           format('%s: %s', s.full_name, coalesce(s.status_reason, 'more changes at once than its fuse allows')),
            format('SELECT pgtrickle.reset_fuse(%L);', s.full_name)
     FROM stream_tables AS s WHERE s.fuse_blown_at IS NOT NULL
     UNION ALL
     SELECT 'change_buffers', 'WARN',
            format('%I.%I: %s changes, %s', b.source_schema, b.source_name, b.row_count, pg_size_pretty(b.size_bytes)),
-           'See that all stream tables that read it are refreshed: the slowest one keeps the changes.'
+           'Check that all stream tables that read it are refreshed: changes are kept for the slowest one.'
     -- A row takes more than 40 bytes, so smaller buffers need not be counted.
     FROM alert CROSS JOIN LATERAL pgtrickle._buffer_sizes(40 * alert.threshold) AS b
     WHERE b.row_count > alert.threshold
@@ -224,7 +224,7 @@ AS $$
     )
     SELECT c.name, coalesce(s.severity, 'OK'), coalesce(s.detail, c.well), s.remedy
     FROM (VALUES
-        (1, 'service', 'a service looks after this database'),
+        (1, 'service', 'a service serves this database'),
         (2, 'scheduler', 'enabled and not paused'),
         (3, 'settings', 'all values are allowed'),
         (4, 'suspended', 'no stream table is suspended'),
@@ -232,7 +232,7 @@ AS $$
         (6, 'stale', 'no stream table is later than twice its schedule'),
         (7, 'fuses', 'no fuse is blown'),
         (8, 'change_buffers', 'no buffer is above buffer_alert_threshold'),
-        (9, 'held_back_xmin', 'nothing open for more than 5 minutes is known'),
+        (9, 'held_back_xmin', 'nothing is known to be open for more than 5 minutes'),
         (10, 'capture', 'the triggers of all sources are in place'),
         (11, 'requests', 'no request waits without a service')
     ) AS c (position, name, well)

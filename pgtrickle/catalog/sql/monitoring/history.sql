@@ -53,31 +53,32 @@ CREATE OR REPLACE FUNCTION pgtrickle._error_remedy(kind text, name text, suspend
 LANGUAGE sql IMMUTABLE PARALLEL SAFE SET search_path = pg_catalog, pg_temp
 AS $$
     SELECT CASE kind
-               WHEN 'lock' THEN 'If it goes on, end the transaction that holds the lock (pg_locks shows it).'
-               WHEN 'connection' THEN 'If it goes on, see that the server is up, takes connections and is the primary.'
-               WHEN 'serialization' THEN 'If it goes on, see who else refreshes or writes the stream table.'
-               WHEN 'source' THEN 'If it goes on, do what the message says.'
-               WHEN 'disk' THEN 'Make room on the disk of the server, or of Spark.'
+               WHEN 'lock' THEN 'If it persists, end the transaction that holds the lock (pg_locks shows it).'
+               WHEN 'connection' THEN 'If it persists, check that the server is up, accepts '
+                                      'connections and is the primary.'
+               WHEN 'serialization' THEN 'If it persists, check who else refreshes or writes the stream table.'
+               WHEN 'source' THEN 'If it persists, follow the message.'
+               WHEN 'disk' THEN 'Free space on the disk of the server, or of Spark.'
                WHEN 'memory' THEN 'The server has too little memory: see its log; lower work_mem '
                                   'or max_connections, or give it more.'
                WHEN 'limit' THEN 'The refresh needs more than a limit allows: raise it (temp_file_limit '
                                  'for the login of the service,'
-                                 ' PGTRICKLE_SPARK_MEMORY for Spark), or make the query smaller.'
-               WHEN 'canceled' THEN 'It took longer than a timeout allows, or somebody canceled '
-                                    'it. See that the sources have the indexes that the query needs.'
-               WHEN 'privilege' THEN 'Give the right to the owner of the stream table, or '
-                                     'to the login of the service if the message names that.'
-               WHEN 'data' THEN 'A value in a source does not suit the query: correct it, or the query.'
+                                 ' PGTRICKLE_SPARK_MEMORY for Spark), or simplify the query.'
+               WHEN 'canceled' THEN 'It exceeded a timeout, or somebody canceled it. Check '
+                                    'that the sources have the indexes that the query needs.'
+               WHEN 'privilege' THEN 'Grant the privilege to the owner of the stream table, '
+                                     'or to the login of the service if the message names it.'
+               WHEN 'data' THEN 'A value in a source causes an error in the query: correct the value or the query.'
                WHEN 'definition' THEN
-                   format('Something that the query names has changed. Change it back, or give it a query that works:'
+                   format('An object that the query uses has changed. Change it back, or set a query that works:'
                                              ' SELECT pgtrickle.alter_stream_table(%L, query => ...);', name)
-               WHEN 'function' THEN 'A function or trigger raised it: correct that, or the rows that it refuses.'
-               WHEN 'fuse' THEN format('See whether the changes are meant; then SELECT pgtrickle.reset_fuse(%L);',
+               WHEN 'function' THEN 'A function or trigger raised the error: correct it, or the rows that it rejects.'
+               WHEN 'fuse' THEN format('Check whether the changes are intended; then SELECT pgtrickle.reset_fuse(%L);',
                                        name)
-               ELSE 'The log of the service tells more. Remove the cause.' END
+               ELSE 'See the log of the service, and remove the cause.' END
         || CASE WHEN kind = 'fuse' THEN ''
                 WHEN suspended THEN format(' Then SELECT pgtrickle.resume_stream_table(%L);', name)
-                ELSE ' A service tries again by itself, after pauses that grow; manual_refresh() makes it try at once.'
+                ELSE ' A service retries automatically, after growing pauses; manual_refresh() retries at once.'
                     END
 $$;
 

@@ -32,14 +32,15 @@ DECLARE
     found jsonb;
 BEGIN
     IF (SELECT relkind NOT IN ('r', 'p') FROM pg_class WHERE oid = source) OR NOT pgtrickle._can_capture(source) THEN
-        RAISE EXCEPTION '% of database % is no table whose changes can be captured', source,
+        RAISE EXCEPTION 'the changes of % in database % cannot be captured', source,
                 quote_ident(current_database())
-            USING ERRCODE = 'wrong_object_type', HINT = 'Name the tables behind it.';
+            USING ERRCODE = 'wrong_object_type', HINT = 'Query the tables behind it.';
     ELSIF pgtrickle._untrusted_cast(source) IS NOT NULL THEN
-        RAISE EXCEPTION '% of database % cannot be read for others: %', source, quote_ident(current_database()),
+        RAISE EXCEPTION '% of database % cannot be read for other databases: %', source,
+                quote_ident(current_database()),
                 pgtrickle._untrusted_cast(source)
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Reading its values would run that function with the rights of whoever reads. Drop the cast.';
+                  HINT = 'Reading its values would run that function with the rights of the reader. Drop the cast.';
     ELSIF row_security_active(source::oid) THEN
         RAISE EXCEPTION 'row-level security on % of database % applies to role %', source,
                 quote_ident(current_database()), quote_ident(current_user)
@@ -96,9 +97,9 @@ DECLARE
 BEGIN
     found := coalesce(found, to_regclass(format('%I.%I', schema, name)));
     IF found IS NULL THEN
-        RAISE EXCEPTION 'database % has no table % any more', quote_ident(current_database()),
+        RAISE EXCEPTION 'database % no longer has a table %', quote_ident(current_database()),
                 format('%I.%I', schema, name)
-            USING ERRCODE = 'undefined_table', HINT = 'Refreshes go on when there is one of that name.';
+            USING ERRCODE = 'undefined_table', HINT = 'Refreshes continue when a table of that name exists.';
     END IF;
     RETURN found;
 END

@@ -57,7 +57,7 @@ BEGIN
     END IF;
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE')
        AND NOT pgtrickle._acts_for(caller, (SELECT c.relowner FROM pg_class AS c WHERE c.oid = relation)) THEN
-        RAISE EXCEPTION 'role % may not say what foreign table % stands for', quote_ident(caller), relation
+        RAISE EXCEPTION 'role % may not resolve foreign table %', quote_ident(caller), relation
             USING ERRCODE = 'insufficient_privilege', HINT = 'Ask its owner, or an administrator.';
     END IF;
     IF (target ->> 'schema', target ->> 'name') IS DISTINCT FROM (definition ->> 'schema', definition ->> 'name') THEN
@@ -82,15 +82,15 @@ BEGIN
                       WHERE o.option_name = 'column_name' AND o.option_value <> a.attname))
     ORDER BY a.attnum LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'foreign table % does not fit table %.% of database %: column % is %', relation,
+        RAISE EXCEPTION 'foreign table % does not match table %.% of database %: column % is %', relation,
                 quote_ident(definition ->> 'schema'), quote_ident(definition ->> 'name'), quote_ident(database),
                 quote_ident(differing.attname),
-                CASE WHEN differing.other_name IS NOT NULL THEN 'called ' || quote_ident(differing.other_name)
+                CASE WHEN differing.other_name IS NOT NULL THEN 'named ' || quote_ident(differing.other_name)
                      || ' there'
-                     WHEN differing.type_there IS NULL THEN 'not there'
+                     WHEN differing.type_there IS NULL THEN 'missing there'
                      WHEN differing.type_there <> differing.type THEN
                          format('%s here and %s there', differing.type, differing.type_there)
-                     ELSE 'of another collation, or an enum with other values' END
+                     ELSE 'of another collation, or an enum with different labels' END
             USING ERRCODE = 'datatype_mismatch',
                   HINT = format('Give it the same columns as there: IMPORT FOREIGN SCHEMA '
                                 'does so; or name %I.%I.%I in the query.',
@@ -135,9 +135,10 @@ BEGIN
     WHERE NOT pgtrickle._is_stand_in(s.relation) LIMIT 1;
     IF FOUND THEN
         RAISE EXCEPTION 'the changes of foreign table % cannot be captured: %', polled.part,
-                CASE WHEN polled.target IS NULL THEN 'it is not one of postgres_fdw'
-                     WHEN polled.part <> polled.relation THEN format('it is a part of %s', polled.relation)
-                     ELSE format('no registered database is known to be what its server %I points to',
+                CASE WHEN polled.target IS NULL THEN 'it does not use postgres_fdw'
+                     WHEN polled.part <> polled.relation THEN
+                         format('it is a partition or child of %s', polled.relation)
+                     ELSE format('its server %I does not point to a known registered database',
                                  polled.target ->> 'server') END
             USING ERRCODE = 'feature_not_supported',
                   HINT = CASE WHEN polled.target IS NOT NULL AND polled.part = polled.relation

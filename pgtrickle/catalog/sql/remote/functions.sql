@@ -158,7 +158,7 @@ BEGIN
     END IF;
     PERFORM pgtrickle._check_database_use(databases);
     IF EXISTS (SELECT FROM pgtrickle._view_rules(view) AS r WHERE r.tree LIKE '%{COERCETODOMAIN %') THEN
-        RETURN 'the checks of a domain, which it casts to';
+        RETURN 'the checks of a domain to which it casts';
     END IF;
     RETURN (
         SELECT string_agg(format('%s in database %I: %s', here.function, d.name,

@@ -72,11 +72,12 @@ BEGIN
     SELECT * INTO missing FROM pgtrickle._three_part_names(query) AS f
     WHERE to_regclass(format('%I.%I', f.database || '.' || f.schema, f.name)) IS NULL LIMIT 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'table % of database % is not known here yet', format('%I.%I', missing.schema, missing.name),
+        RAISE EXCEPTION 'table % of database % has not been imported yet',
+                format('%I.%I', missing.schema, missing.name),
                 quote_ident(missing.database)
             USING ERRCODE = 'undefined_table',
                   HINT = format('Run: pgtrickle database import %I %I.%I (the command line '
-                                'and Python do so by themselves).',
+                                'and Python do so automatically).',
                                 missing.database, missing.schema, missing.name);
     END IF;
     RETURN (SELECT string_agg(CASE WHEN parts IS NULL THEN piece

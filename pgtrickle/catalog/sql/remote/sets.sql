@@ -40,7 +40,7 @@ BEGIN
     IF NOT FOUND THEN
         RAISE EXCEPTION 'no member of % has a table %', quote_ident(database_set),
                 format('%I.%I', table_schema, table_name)
-            USING ERRCODE = 'undefined_table', HINT = 'A table of a set is one that all its members have.';
+            USING ERRCODE = 'undefined_table', HINT = 'All members of a set must have the table.';
     END IF;
     IF stand_in IS NULL THEN
         SELECT f.database, c ->> 'name' AS name INTO differing
@@ -59,11 +59,11 @@ BEGIN
         ORDER BY 1, 2 LIMIT 1;
     END IF;
     IF differing.name IS NOT NULL THEN
-        RAISE EXCEPTION 'column % of %.% is not the same in database % as in the others', quote_ident(differing.name),
+        RAISE EXCEPTION 'column % of %.% is different in database % than in the others', quote_ident(differing.name),
                 quote_ident(table_schema),
                 quote_ident(table_name), quote_ident(differing.database)
             USING ERRCODE = 'datatype_mismatch',
-                  HINT = 'Let it have the same name, type and collation in all members.';
+                  HINT = 'Give it the same name, type and collation in all members.';
     END IF;
     IF stand_in IS NULL THEN
         stand_in := pgtrickle._create_stand_in(local_schema, table_name, 'every database of ' || database_set);
@@ -81,9 +81,9 @@ BEGIN
     IF pgtrickle._primary_key(stand_in) <> 'null' AND EXISTS (
             SELECT FROM pgtrickle._member_stand_ins(table_schema, table_name, members) AS f
             WHERE pgtrickle._primary_key(stand_in) <> '["pgt_database"]' || pgtrickle._primary_key(f.relid)) THEN
-        RAISE EXCEPTION 'the members of % have other primary keys of %.%', quote_ident(database_set),
+        RAISE EXCEPTION 'the members of % have different primary keys for %.%', quote_ident(database_set),
                 quote_ident(table_schema), quote_ident(table_name)
-            USING ERRCODE = 'datatype_mismatch', HINT = 'Let it have the same primary key in all members.';
+            USING ERRCODE = 'datatype_mismatch', HINT = 'Give it the same primary key in all members.';
     END IF;
     -- The common key and the database identify a row.
     IF NOT EXISTS (SELECT FROM pg_index AS i WHERE i.indrelid = stand_in)

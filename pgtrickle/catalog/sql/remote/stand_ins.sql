@@ -62,7 +62,8 @@ BEGIN
     ELSIF owner <> current_user THEN
         RAISE EXCEPTION 'schema % belongs to role %', quote_ident(name), quote_ident(owner)
             USING ERRCODE = 'duplicate_schema',
-                  HINT = 'pgtrickle keeps tables there that stand for those of another database. Drop or rename it.';
+                  HINT = 'pgtrickle stores stand-ins for tables of another database in that '
+                         'schema. Drop or rename it.';
     END IF;
 END
 $$;
@@ -119,7 +120,7 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF NOT has_function_privilege(caller, 'pgtrickle._administer()', 'EXECUTE') THEN
-        RAISE EXCEPTION 'role % may not make table % of database % known here', quote_ident(caller),
+        RAISE EXCEPTION 'role % may not import table % of database %', quote_ident(caller),
                 format('%I.%I', definition ->> 'schema', definition ->> 'name'), quote_ident(database)
             USING ERRCODE = 'insufficient_privilege',
                   HINT = format('Ask an administrator to run: pgtrickle database import %s %s', database,
@@ -209,16 +210,17 @@ BEGIN
         -- The default of a domain is evaluated when a column is added, with the rights of the catalog's owner.
         -- _describe_table() never returns domains.
         RAISE EXCEPTION 'column % of % cannot have type %', quote_ident(col ->> 'name'), stand_in, column_type
-            USING ERRCODE = 'wrong_object_type', HINT = 'Use the type that the domain is made of.';
+            USING ERRCODE = 'wrong_object_type', HINT = 'Use the base type of the domain.';
     ELSIF column_type IS NULL THEN
-        RAISE EXCEPTION 'column % of % has type %, which is not known here', quote_ident(col ->> 'name'), stand_in,
+        RAISE EXCEPTION 'column % of % has type %, which does not exist here', quote_ident(col ->> 'name'), stand_in,
                 col ->> 'type'
             USING ERRCODE = 'undefined_object',
                   HINT = format('Create the type here as it is in database %s.', database);
     ELSIF col ->> 'labels' IS DISTINCT FROM (SELECT string_agg(quote_literal(e.enumlabel), ', '
                                                                ORDER BY e.enumsortorder)
                                              FROM pg_enum AS e WHERE e.enumtypid = column_type) THEN
-        RAISE EXCEPTION 'type % of column % of % has other values here', col ->> 'type', quote_ident(col ->> 'name'),
+        RAISE EXCEPTION 'type % of column % of % has different labels here', col ->> 'type',
+                quote_ident(col ->> 'name'),
                 stand_in
             USING ERRCODE = 'datatype_mismatch',
                   HINT = format('In database %s it has: %s.', database, coalesce(col ->> 'labels', 'none'));
@@ -227,7 +229,7 @@ BEGIN
                    AND l.collisdeterministic = (col ->> 'deterministic')::boolean
             AND l.collencoding IN (-1, pg_char_to_encoding(getdatabaseencoding())))
           AND col ->> 'collation' IS DISTINCT FROM pgtrickle._default_collation() THEN
-        RAISE EXCEPTION 'column % of % is ordered by collation %, which this database does not have',
+        RAISE EXCEPTION 'column % of % has collation %, which does not exist in this database',
                 quote_ident(col ->> 'name'), stand_in, quote_ident(col ->> 'collation')
             USING ERRCODE = 'undefined_object',
                   HINT = 'Create that collation here: pg_import_system_collations() or CREATE COLLATION.';

@@ -11,7 +11,7 @@ BEGIN
         FROM (SELECT FROM pgtrickle.pgt_requests AS r
               WHERE r.requested_by = caller AND r.status IN ('PENDING', 'RUNNING')
                               LIMIT most_waiting) AS waiting) >= most_waiting THEN
-        RAISE EXCEPTION 'role % has % requests waiting', quote_ident(caller), most_waiting
+        RAISE EXCEPTION 'role % has % waiting requests', quote_ident(caller), most_waiting
             USING ERRCODE = 'program_limit_exceeded',
                   HINT = 'Wait until some are done. Is a service running (`pgtrickle run`)?';
     END IF;
@@ -45,8 +45,8 @@ AS $$
 BEGIN
     IF NOT EXISTS (SELECT FROM pgtrickle.pgt_services
                    WHERE kind = 'service' AND last_seen > clock_timestamp() - interval '1 minute') THEN
-        RAISE WARNING 'no pgtrickle service seen in the last minute'
-            USING HINT = 'Start one with `pgtrickle run`, or serve what is waiting with `pgtrickle run --once`.';
+        RAISE WARNING 'no pgtrickle service has been seen in the last minute'
+            USING HINT = 'Start one with `pgtrickle run`, or serve waiting requests with `pgtrickle run --once`.';
     END IF;
 END
 $$;
@@ -61,7 +61,7 @@ BEGIN
     IF pg_is_in_recovery() THEN
         RAISE EXCEPTION 'a standby cannot refresh stream tables'
             USING ERRCODE = 'read_only_sql_transaction',
-                  HINT = 'Ask on the primary; the result arrives here by replication.';
+                  HINT = 'Send the request to the primary; the result arrives here by replication.';
     END IF;
     request := pgtrickle._gate('request', jsonb_build_object('id', id, 'key', key, 'kind', kind))::bigint;
     PERFORM pgtrickle._warn_without_service();
@@ -133,9 +133,9 @@ BEGIN
         ELSIF state.status IS NULL THEN
             RAISE EXCEPTION 'stream table % was dropped before its %', name, what USING ERRCODE = 'undefined_table';
         ELSIF pg_catalog.clock_timestamp() >= deadline THEN
-            RAISE EXCEPTION 'the % of % was not done within %', what, name, timeout
+            RAISE EXCEPTION 'the % of % did not finish within %', what, name, timeout
                 USING ERRCODE = 'query_canceled',
-                      HINT = 'The request still stands. Is a service running (`pgtrickle run`)?';
+                      HINT = 'The request is still waiting. Is a service running (`pgtrickle run`)?';
         END IF;
         PERFORM pg_catalog.pg_sleep(pause);
         pause := LEAST(pause * 1.5, 0.2);

@@ -130,7 +130,8 @@ BEGIN
         IF pg_catalog.clock_timestamp() >= deadline THEN
             RAISE EXCEPTION 'refreshes are still running'
                 USING ERRCODE = 'query_canceled',
-                      HINT = 'Nothing new is started. CALL pgtrickle.drain() waits again, pgtrickle.resume() goes on.';
+                      HINT = 'No new refreshes start. CALL pgtrickle.drain() waits again; '
+                             'pgtrickle.resume() resumes them.';
         END IF;
         PERFORM pg_catalog.pg_sleep(0.05);
     END LOOP;
@@ -149,7 +150,7 @@ AS $$
 BEGIN
     PERFORM pgtrickle._require_owner(caller, id, 'reset the fuse of');
     IF action = 'skip_changes' THEN
-        RAISE EXCEPTION 'changes cannot be skipped: the stream table would no longer be what its query says'
+        RAISE EXCEPTION 'changes cannot be skipped: the stream table would no longer match its query'
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Undo the changes in the source and apply, or reinitialize.';
     ELSIF action NOT IN ('apply', 'reinitialize') THEN
@@ -160,7 +161,7 @@ BEGIN
     SET fuse_blown_at = NULL, fuse_passes = true, alerted = NULL, consecutive_errors = 0, counted_errors = 0,
         status = 'ACTIVE', status_reason = NULL,
         last_error = NULL, next_due = '-infinity',
-        reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset by starting over'
+        reinit_reason = CASE action WHEN 'reinitialize' THEN 'the fuse was reset with re-initialization'
                              ELSE reinit_reason END
     WHERE pgt_id = id AND fuse_blown_at IS NOT NULL;
     IF NOT FOUND THEN

@@ -61,7 +61,8 @@ BEGIN
     view := pgtrickle._write_view('CREATE VIEW', 'new_' || id, query, query_path);
     new_columns := pgtrickle._column_list(view);
     IF old_columns IS DISTINCT FROM new_columns THEN
-        RAISE EXCEPTION 'the new query of stream table % has other columns: % instead of %', stream_table.pgt_relid,
+        RAISE EXCEPTION 'the new query of stream table % has different columns: % instead of %',
+                stream_table.pgt_relid,
                 new_columns, old_columns
             USING ERRCODE = 'invalid_table_definition',
                   HINT = 'Drop the stream table and create it again, or make the query return the same columns.';
@@ -157,7 +158,7 @@ BEGIN
     FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id;
     IF new_query IS NOT NULL AND old.key_columns IS DISTINCT FROM new_key
        AND (key_columns IS NOT NULL OR old.key_columns IS NOT NULL) THEN
-        RAISE EXCEPTION 'the new query of stream table % has another key: % instead of %', old.pgt_relid,
+        RAISE EXCEPTION 'the new query of stream table % has a different key: % instead of %', old.pgt_relid,
                 coalesce(new_key::text, 'none'), coalesce(old.key_columns::text, 'none')
             USING ERRCODE = 'invalid_table_definition', HINT = 'Drop the stream table and create it again.';
     END IF;

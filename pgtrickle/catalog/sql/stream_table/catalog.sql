@@ -71,7 +71,7 @@ BEGIN
     FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_foreign_tables AS f ON f.relid = d.source_relid
     WHERE d.pgt_id = id GROUP BY f.database, f.source_relid, f.source_schema, f.source_name HAVING count(*) > 1;
     IF FOUND THEN
-        RAISE EXCEPTION 'the query names table % in two ways', path
+        RAISE EXCEPTION 'the query uses two names for table %', path
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Use one name for it: its own in three parts, or one foreign table.';
     END IF;
@@ -93,7 +93,7 @@ BEGIN
         END LOOP;
         RAISE EXCEPTION 'stream table % would read itself: it reads %', own, path
             USING ERRCODE = 'invalid_object_definition',
-                  HINT = 'Take it, and the stream tables that read it, out of the query.';
+                  HINT = 'Remove it, and the stream tables that read it, from the query.';
     END IF;
 END
 $$;
@@ -163,7 +163,7 @@ BEGIN
         -- An old snapshot does not see what others have begun to read, and two such transactions do not see each
         -- other: there could be cycles.
         IF current_setting('transaction_isolation') <> 'read committed' THEN
-            RAISE EXCEPTION 'the query of a stream table cannot be changed in a transaction that is %',
+            RAISE EXCEPTION 'the query of a stream table cannot be changed in a % transaction',
                     current_setting('transaction_isolation')
                 USING ERRCODE = 'active_sql_transaction', HINT = 'Use a READ COMMITTED transaction.';
         END IF;
@@ -221,7 +221,7 @@ CREATE OR REPLACE FUNCTION pgtrickle._record_mode(caller name, id bigint, mode t
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
-    PERFORM pgtrickle._require_owner(caller, id, 'say how to maintain');
+    PERFORM pgtrickle._require_owner(caller, id, 'set the mode of');
     UPDATE pgtrickle.pgt_stream_tables AS s SET effective_mode = mode, mode_reason = reason WHERE s.pgt_id = id;
 END
 $$;

@@ -41,7 +41,7 @@ BEGIN
         RAISE EXCEPTION 'constraint or trigger % of % is deferrable: it would run with the rights of the service',
                 quote_ident(waiting.name), waiting.relation
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Make it NOT DEFERRABLE, or take it off: a refresh of the stream table writes to that table.';
+                  HINT = 'Make it NOT DEFERRABLE, or drop it: a refresh of the stream table writes to that table.';
     END IF;
 END
 $$;

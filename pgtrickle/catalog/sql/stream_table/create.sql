@@ -298,8 +298,8 @@ BEGIN
             RAISE EXCEPTION 'a function of the query cannot be run: %', SQLERRM
                 USING ERRCODE = SQLSTATE,
                       HINT = format('A refresh runs the functions of a query with search_path '
-                                    '= pg_catalog, pg_temp. Write the schema before the names in them,'
-                                    ' or ALTER FUNCTION ... SET search_path = %s;', query_path);
+                                    '= pg_catalog, pg_temp. Schema-qualify the names in them, '
+                                    'or ALTER FUNCTION ... SET search_path = %s;', query_path);
         END;
     END IF;
     st_placement := pgtrickle._choose_st_placement(view, st_placement, output_distribution_column);

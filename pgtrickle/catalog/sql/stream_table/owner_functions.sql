@@ -101,7 +101,7 @@ BEGIN
     FROM pgtrickle.pgt_stream_tables AS s JOIN pg_class AS c ON c.oid = s.pgt_relid WHERE s.pgt_id = id;
     -- The old function runs once more, so its text is checked, under the lock: until its end nobody else can alter it.
     IF NOT pgtrickle._are_owner_functions_earlier(id) THEN
-        RAISE EXCEPTION 'the functions of stream table % in pgtrickle_views are not those that pgtrickle made',
+        RAISE EXCEPTION 'the functions of stream table % in pgtrickle_views were not created by pgtrickle',
                 (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
             USING ERRCODE = 'invalid_object_definition', HINT = 'Drop the stream table and create it again.';
     END IF;

@@ -76,9 +76,8 @@ AS $$
 BEGIN
     IF pgtrickle._time_dependent(view) THEN
         RAISE WARNING 'the query of stream table % depends on the current time: it is computed '
-                      'in full whenever its schedule is due, also if no source changed', storage
-            USING HINT = 'Give it a schedule that is as long as it may be, or keep the time '
-                         'in a table that the query reads.';
+                      'in full whenever its schedule is due, even if no source has changed', storage
+            USING HINT = 'Give it the longest acceptable schedule, or store the time in a table that the query reads.';
     END IF;
 END
 $$;
@@ -268,7 +267,7 @@ BEGIN
                         'regoperator'::regtype,
                         'regcollation'::regtype, 'regconfig'::regtype, 'regdictionary'::regtype);
     IF offending IS NOT NULL THEN
-        RAISE EXCEPTION 'the query casts % to text, which depends on the search_path of who reads it', offending
+        RAISE EXCEPTION 'the query casts % to text, which depends on the search_path of the reader', offending
             USING ERRCODE = 'feature_not_supported',
                   HINT = 'Leave out the cast: values of that type are kept as they are. Or '
                          'keep the name in a column of a table.';
@@ -324,7 +323,7 @@ BEGIN
             IF pgtrickle._row_security_applies(reader.oid, source.relation) THEN
                 RAISE EXCEPTION 'row-level security on % applies to role %', source.relation, reader.rolname
                     USING ERRCODE = 'feature_not_supported',
-                          HINT = 'Let a role create the stream table that sees all rows, and '
+                          HINT = 'Create the stream table as a role that sees all rows, and '
                                  'put the policies on the stream table.';
             END IF;
             CONTINUE WHEN has_table_privilege(reader.oid, source.relation, 'SELECT');

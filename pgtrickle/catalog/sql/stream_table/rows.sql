@@ -29,7 +29,7 @@ DECLARE
                         WHERE t.source_stable_name = stable_name);
 BEGIN
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        RAISE EXCEPTION 'changes cannot be dropped in a transaction that is %',
+        RAISE EXCEPTION 'changes cannot be dropped in a % transaction',
                 current_setting('transaction_isolation')
             USING ERRCODE = 'active_sql_transaction',
                   HINT = 'To an old snapshot, changes of this server look like those of another.';

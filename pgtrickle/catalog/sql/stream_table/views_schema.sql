@@ -87,7 +87,7 @@ BEGIN
           AND NOT pgtrickle._are_owner_functions_earlier(s.pgt_id)
           AND EXISTS (SELECT pgtrickle._owner_functions(s.pgt_id))));
     IF stranger IS NOT NULL THEN
-        RAISE EXCEPTION 'object % in schema pgtrickle_views is not one that pgtrickle made', quote_ident(stranger)
+        RAISE EXCEPTION 'object % in schema pgtrickle_views was not created by pgtrickle', quote_ident(stranger)
             USING ERRCODE = 'invalid_object_definition',
                   HINT = 'Use pgtrickle.create_stream_table(), and a schema of your own for other objects.';
     END IF;
@@ -100,7 +100,7 @@ LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
 AS $$
 BEGIN
     IF EXISTS (SELECT FROM pgtrickle.pgt_openings) THEN
-        RAISE EXCEPTION 'a stream table was not created to the end'
+        RAISE EXCEPTION 'the creation of a stream table was not completed'
             USING ERRCODE = 'invalid_transaction_state', HINT = 'Use pgtrickle.create_stream_table().';
     END IF;
     RETURN NULL;
