@@ -115,7 +115,7 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
         shown = {name: value for name, value in known.items() if name in {"host", "port", "dbname", "user"}}
         where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
         remedy = (
-            "See that the server runs and takes connections from here, and that the database and the role exist."
+            "Check that the server runs and accepts connections from here, and that the database and the role exist."
             if known
             else f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database."
         )

@@ -97,7 +97,8 @@ class OtherDatabases:
                 self.engine.sets.import_table(database, table)
         except NotThereError as error:
             raise InvalidQueryError(
-                f"database {error.database} has no table {table}", "Name it as schema.table; mind who may see it there."
+                f"database {error.database} has no table {table}",
+                "Name it as schema.table; the user of the DSN must be allowed to see it.",
             ) from error
 
     def add_database_set(

@@ -187,7 +187,7 @@ def _casts_in(definition: str) -> tuple[str | None, str | None]:
     """The casts on the two sides of the comparison that a view selects."""
     comparison = unwrap(parse(definition).expressions[0].unalias())
     if not isinstance(comparison, exp.EQ):
-        raise Unsupported("how two types are compared cannot be told", comparison)
+        raise Unsupported("it is not known how two types are compared", comparison)
     sides = [unwrap(side) for side in (comparison.this, comparison.expression)]
     left, right = (side.to.sql(dialect="postgres") if isinstance(side, exp.Cast) else None for side in sides)
     return left, right

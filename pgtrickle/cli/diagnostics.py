@@ -87,7 +87,7 @@ def _held_back(conn: Connection, seconds: float) -> Iterator[Finding]:
         yield Finding(
             "held-back",
             f"process {pid} (role {role}, {state})",
-            f"has had a transaction open {since}: changes pile up behind it",
+            f"has had a transaction open {since}: changes accumulate until it ends",
             f"End it, or run SELECT pg_terminate_backend({pid}).",
         )
     prepared = _rows(
@@ -100,7 +100,7 @@ def _held_back(conn: Connection, seconds: float) -> Iterator[Finding]:
         yield Finding(
             "held-back",
             f"prepared transaction {gid} (role {role})",
-            f"was prepared {age} s ago and not ended: changes pile up behind it",
+            f"was prepared {age} s ago and not ended: changes accumulate until it ends",
             f"Run COMMIT PREPARED or ROLLBACK PREPARED '{gid}' as {role}.",
         )
 
@@ -122,8 +122,8 @@ def _stream_tables(conn: Connection) -> Iterator[Finding]:
         if last_error or errors:
             yield Finding("stream-table", name, failures(errors, last_error or why), remedy)
         if again:
-            problem = f"will be filled anew: {again}"
-            yield Finding("stream-table", name, problem, f"Run `pgtrickle refresh {name}` when it suits.")
+            problem = f"will be re-initialized: {again}"
+            yield Finding("stream-table", name, problem, f"Run `pgtrickle refresh {name}` at a convenient time.")
         if status == "SUSPENDED":
             stopped = why == "emergency stop"
             resume = "SELECT pgtrickle.resume_capture()" if stopped else f"`pgtrickle alter {name} --status ACTIVE`"
@@ -164,7 +164,7 @@ def _capture(conn: Connection) -> Iterator[Finding]:
     for name, _, disabled, missing, changed in rows:
         broken = [f"{number} {state}" for number, state in ((missing, "missing"), (disabled, "disabled")) if number]
         if broken:
-            problem = f"has capture triggers that are {' and '.join(broken)}: its changes go by unseen"
+            problem = f"has capture triggers that are {' and '.join(broken)}: its changes are missed"
             remedy = (
                 f"Run SELECT pgtrickle._retrack('{name}') as its owner; the next refresh re-initializes its readers."
             )
@@ -217,7 +217,7 @@ def _trust(conn: Connection) -> Iterator[Finding]:
         yield Finding(
             "trust",
             conn.info.dbname,
-            f"has no service, and its catalog belongs to role {owner}, which login {service} does not trust by itself",
+            f"has no service, and its catalog belongs to role {owner}, which login {service} does not trust by default",
             f"Add {owner} to trusted_owners in the service's configuration, or run GRANT {service} TO {owner}.",
         )
 
@@ -232,8 +232,9 @@ def _pooler(conn: Connection) -> Iterator[Finding]:
         yield Finding(
             "pooler",
             conn.info.dbname,
-            "is behind a pooler in transaction mode: nobody there hears the notifications that SQL functions send",
-            "It works as it is. SELECT pgtrickle.set('pg_trickle.connection_pooler_mode', 'transaction') stops them.",
+            "is behind a pooler in transaction mode: nobody receives the notifications that SQL functions send",
+            "Everything works without a change."
+            " SELECT pgtrickle.set('pg_trickle.connection_pooler_mode', 'transaction') stops them.",
         )
 
 
@@ -245,15 +246,15 @@ def _databases(conn: Connection) -> Iterator[Finding]:
         yield Finding(
             "database",
             name,
-            f"is not followed: {problem}",
+            f"is not polled: {problem}",
             f"`pgtrickle database check {name}` tells when it can be read, `pgtrickle database add {name} DSN` where it is.",
         )
     for name, problem in _rows(conn, "SELECT name, problem FROM pgtrickle.pgt_database_sets WHERE problem IS NOT NULL"):
         yield Finding(
             "database",
             name,
-            f"lacks a member: {problem}",
-            "Mend it there: it then joins by itself. `pgtrickle database list` shows the members.",
+            f"has a member that could not join: {problem}",
+            "Fix this in the member; it then joins automatically. `pgtrickle database list` shows the members.",
         )
 
 
@@ -275,7 +276,7 @@ def _citus(conn: Connection) -> Iterator[Finding]:
             yield Finding("citus", f"{node}: {source}", f"lacks {missing} capture triggers", remedy)
     for node, problem in sorted({(node, problem) for node, _, _, problem in rows if problem is not None}):
         yield Finding(
-            "citus", node, problem, "See to it that the node runs and that the service's role may connect to it."
+            "citus", node, problem, "Make sure that the node runs and that the service's role may connect to it."
         )
 
 

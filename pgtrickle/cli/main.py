@@ -46,13 +46,13 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 3 another process refreshes that st
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     epilog=EPILOG,
 )
-@click.option("--dsn", metavar="DSN", help="The database: a URI or key=value pairs. Each command takes it too.")
+@click.option("--dsn", metavar="DSN", help="The database: a URI or key=value pairs. Each command accepts it too.")
 @click.version_option(__version__, prog_name="pgtrickle")
 @click.pass_context
 def cli(context: click.Context, dsn: str | None) -> None:
     """Stream tables for PostgreSQL: query results that are kept fresh incrementally.
 
-    The database is taken from --dsn, else from PGTRICKLE_DSN, else from libpq's variables (PGHOST, PGDATABASE, PGUSER,
+    The database is taken from --dsn, then from PGTRICKLE_DSN, then from libpq's variables (PGHOST, PGDATABASE, PGUSER,
     PGSERVICE …). Keep passwords in ~/.pgpass or PGPASSWORD: a command line can be read by others on the machine.
     """
     context.obj = dsn

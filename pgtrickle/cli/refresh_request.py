@@ -64,10 +64,10 @@ def _ask_service(conn: psycopg.Connection[Any], tables: Mapping[str, int], key: 
     finally:
         conn.remove_notice_handler(notice)
     if any("no pgtrickle service" in warning for warning in warnings):
-        why = f"role {conn.info.user} may not refresh by itself" if key is None else "a request id is for one"
+        why = f"role {conn.info.user} may not refresh directly" if key is None else "a request id is for one"
         raise RefreshError(
             f"no service is running, and {why}",
-            "The request stands: `pgtrickle run --once` with the service's login serves it.",
+            "The request is filed: `pgtrickle run --once` with the service's login serves it.",
         )
     deadline = time.monotonic() + seconds
     outcome = Outcome(names={id_: name for name, id_ in tables.items()})
@@ -93,7 +93,7 @@ def _await(conn: psycopg.Connection[Any], name: str, request: int, deadline: flo
         if time.monotonic() > deadline or (_may_refresh(conn) and not service_seen(conn)):
             raise NotInTimeError(
                 f"request {request} to refresh {name} was not served: the service is gone or busy",
-                "The request still stands. Look at `pgtrickle doctor`, or refresh here with --local.",
+                "The request is still filed. See `pgtrickle doctor`, or refresh here with --local.",
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.5)
@@ -108,7 +108,7 @@ def _last_result(conn: psycopg.Connection[Any], id_: int) -> RefreshResult:
             (id_,),
         ).fetchone()
     if row is None:
-        raise PgtrickleError("the refresh left no history", "Look at `pgtrickle history`.")
+        raise PgtrickleError("the refresh left no history", "See `pgtrickle history`.")
     return RefreshResult(**row)
 
 

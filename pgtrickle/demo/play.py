@@ -40,7 +40,7 @@ def play(seconds: float | None, rows: int) -> int:
     with _server() as server, quiet_jvm():
         console.print(f"PostgreSQL {server.version} is running; loading the shop ({rows:,} order items)…")
         dsn = open_shop(server, rows)
-        console.print(f"look at it yourself: psql {dsn}", soft_wrap=True)
+        console.print(f"connect to it: psql {dsn}", soft_wrap=True)
         console.print(STARTING)
         with connect(dsn) as database:
             board = _set_up(database, console, f"psql {dsn}")

@@ -80,7 +80,7 @@ class Board:
                 _colored(shown.verdict),
             )
         heading = f"{self.elapsed():.0f} s, {self.written:,} rows written to the shop, {self.checks} checks"
-        return Group(Text(heading, style="bold"), table, Text(f"look at it yourself: {self.psql}", style="dim"))
+        return Group(Text(heading, style="bold"), table, Text(f"connect to it: {self.psql}", style="dim"))
 
     def summary(self) -> Table:
         table = Table(title=f"{self.written:,} rows written in {self.elapsed():.0f} s", box=None, pad_edge=False)

@@ -265,7 +265,7 @@ def _await_death(processes: list[psutil.Process]) -> None:
         if time.monotonic() > deadline:
             raise EmbeddedServerError(
                 f"Killed processes are still there: {[process.pid for process in processes if _is_alive(process)]}",
-                "They may wait for a device that does not answer; look at them with ps.",
+                "They may be waiting for a device that does not answer; inspect them with ps.",
             )
         time.sleep(0.01)
 

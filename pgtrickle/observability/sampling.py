@@ -127,7 +127,7 @@ def judge(samples: Sequence[Sample]) -> Verdict:
     else:
         name = "fits"
         reason = "the pool was neither saturated nor idle in 80 % of the samples, and no long queue stood before it"
-        advice = "Leave max_dynamic_refresh_workers as it is."
+        advice = "Leave max_dynamic_refresh_workers unchanged."
     return Verdict(
         verdict=name,
         reason=reason,
@@ -150,7 +150,7 @@ def _advise_more(pool_size: int) -> str:
         return f"{MOST_WORKERS} workers are the most that a service has: start a second service, or stretch schedules."
     return (
         f"Raise max_dynamic_refresh_workers, for example to {min(2 * pool_size, MOST_WORKERS)};"
-        " `pgtrickle tune` tells whether the server has the connections."
+        " `pgtrickle tune` shows whether the server has the connections."
     )
 
 
@@ -159,7 +159,7 @@ def _advise_fewer(most_active: int, queued: bool) -> str:
         return "Nothing ran in this time: profile again under load before you make the pool smaller."
     if queued:
         return (
-            "But jobs waited beside free workers: see first whether a database's share of the pool is too small"
+            "But jobs waited while workers were free: check first whether a database's share of the pool is too small"
             " (max_concurrent_refreshes, per_database_worker_quota)."
         )
     return (

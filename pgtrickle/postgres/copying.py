@@ -28,7 +28,7 @@ class ResultTooLargeError(RefreshError):
     def __init__(self) -> None:
         super().__init__(
             f"the query gives more than {MOST_BYTES >> 20} MB at once, which only Spark's executors can read",
-            "Executors need connections of their own: connect to the server itself, not through a pooler.",
+            "Executors need their own connections: connect to the server directly, not through a pooler.",
         )
 
 

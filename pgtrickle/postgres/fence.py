@@ -32,7 +32,7 @@ log = logging.getLogger("pgtrickle.fence")
 READ_SECONDS = 660.0  # a minute more than the statement_timeout of a cut
 WRITE_SECONDS = 1860.0  # a minute more than that of an apply
 
-WENT_ON = "its code went on after it was cancelled"
+WENT_ON = "its code continued after it was canceled"
 _SUSPEND = "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s WHERE pgt_id = ANY (%s)"
 
 SEARCH_PATH = "SET LOCAL search_path TO pg_catalog, pg_temp"

@@ -196,7 +196,7 @@ class Launcher:
         for name in [name for name in self.databases if name not in names]:
             gone = self.databases.pop(name)
             if gone.scheduler is not None:
-                log.info("scheduler stops: the database is gone", extra=self._about(name))
+                log.info("scheduler stops: the database no longer exists", extra=self._about(name))
                 gone.scheduler.stop()
         for name in sorted(names):
             watched = self.databases.setdefault(name, Watched())

@@ -192,7 +192,7 @@ class Scheduler:
                         limited = self._seat.opened
                     settings = read_settings(conn)
                     if settings.attached != attached:
-                        log.info("settings were attached anew: reconnecting", extra={"database": self.database})
+                        log.info("settings were changed with ALTER: reconnecting", extra={"database": self.database})
                         raise ReconnectError
                     if not settings.enabled:
                         return
@@ -270,7 +270,7 @@ class Scheduler:
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
             (self.service_id,),
         )
-        with self._step(conn, "what a copy of a database has of the original"):
+        with self._step(conn, "resetting a copied database"):
             row = conn.execute("SELECT pgtrickle._reset_copied_database()").fetchone()
             if row is not None and row[0] is not None:
                 log.warning("it is a copy of database %s", row[0], extra={"database": self.database})
@@ -369,7 +369,7 @@ class Scheduler:
                 "xids": seen["xids"],
                 "since": [since for _, _, _, since in active],
             }
-            with self._step(conn, "looks at other databases"):
+            with self._step(conn, "polling other databases"):
                 conn.execute(load_query("looked"), parameters)
         return seen
 
@@ -607,7 +607,7 @@ class Scheduler:
             self._update_intervals(conn)
             with self._step(conn, "stream tables that were dropped"):
                 conn.execute("SELECT pgtrickle._forget_dropped()")
-            with self._step(conn, "tables that nobody reads"):
+            with self._step(conn, "tables without readers"):
                 conn.execute("SELECT pgtrickle._untrack_unused()")  # left by roles that may not lock the table
             if not settings.paused:
                 self._load_others(conn, settings)

@@ -61,7 +61,7 @@ class Service:
             launcher.drain()
         finished = self.pool.stop(self.config.drain_seconds)
         if not finished:
-            log.warning("refreshes still run after %s s: they are given up", self.config.drain_seconds)
+            log.warning("refreshes still run after %s s: giving up on them", self.config.drain_seconds)
         for launcher in self.launchers:
             launcher.stop(5.0)
         self.watch.stop()
@@ -80,7 +80,7 @@ class Service:
     def problems(self) -> dict[str, str]:
         """Servers that are not watched, with the reason."""
         return {
-            launcher.server.name: launcher.problem or "it was not looked at yet"
+            launcher.server.name: launcher.problem or "it has not been polled yet"
             for launcher in self.launchers
             if launcher.problem is not None or launcher.rounds == 0
         }

@@ -35,7 +35,7 @@ FORMAT = "pgtrickle"
 # The attempt whose rows list the attempts that count, in the column of the weight.
 DONE = "done"
 # The error message of a task whose session was terminated.
-WENT_ON = "pgtrickle: code of an owner went on after it was cancelled"
+WENT_ON = "pgtrickle: code of an owner continued after it was canceled"
 _BLOCK = 4 << 20
 
 

@@ -44,7 +44,7 @@ def make_archive() -> Path:
         if not part.exists():
             raise PgtrickleError(
                 f"Java did not write {part} and ended with status {status}",
-                "See that the disk has 200 MB left. Everything works without the file; Spark only starts more slowly.",
+                "Make sure that the disk has 200 MB left. Everything works without the file; Spark only starts more slowly.",
             )
         part.replace(path)
     finally:

@@ -68,7 +68,7 @@ def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycop
     )
     assert "is being refreshed, altered or dropped by another process" in fail(3, shop.dsn, "refresh", "revenue")
     conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
-    assert "wait for another process" in fail(3, shop.dsn, "run", "--once")
+    assert "are waiting for another process" in fail(3, shop.dsn, "run", "--once")
     assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("PENDING",)]
 
 
@@ -117,7 +117,7 @@ def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.
         process.send_signal(signal.SIGTERM)
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 0
-    assert stderr.endswith("finishing what runs\n")
+    assert stderr.endswith("waiting for running refreshes\n")
     assert "Traceback" not in stderr
     assert conn.execute("SELECT count(*) FROM pgtrickle.pgt_services").fetchone() == (0,)
 

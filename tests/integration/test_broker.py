@@ -76,7 +76,7 @@ def test_a_full_registry_is_told_and_everything_goes_on(shop: Hub, caplog: pytes
         for number in (1, 2):
             shop.change(number)
             shop.await_exact()
-        assert any("the broker has no room" in record.getMessage() for record in caplog.records)
+        assert any("the broker's registry is full" in record.getMessage() for record in caplog.records)
         assert shop.conn.execute("SELECT count(*) FROM pgtrickle.pgt_broker_entries").fetchone() == (4096,)
 
 

@@ -36,6 +36,6 @@ def test_code_that_traps_its_cancellation_is_ended(roles: Roles, monkeypatch: py
     worker.close()
     assert roles.rows(
         roles.app, "SELECT status, status_reason FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'trap'"
-    ) == [("SUSPENDED", "its code went on after it was cancelled")]
+    ) == [("SUSPENDED", "its code continued after it was canceled")]
     with roles.connect(alice) as conn:
         assert_equal_to_query(conn, mine, query)

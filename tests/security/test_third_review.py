@@ -103,7 +103,7 @@ def test_a_large_refresh_leaves_spark_to_others_and_is_ended(roles: Roles, monke
     sprung.join()
     assert roles.rows(
         roles.app, "SELECT status, status_reason FROM pgtrickle.pgt_stream_tables WHERE pgt_name = 'trap'"
-    ) == [("SUSPENDED", "its code went on after it was cancelled")]
+    ) == [("SUSPENDED", "its code continued after it was canceled")]
 
 
 def test_a_frozen_reader_does_not_keep_the_changes_of_others(roles: Roles) -> None:

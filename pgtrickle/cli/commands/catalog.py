@@ -8,10 +8,10 @@ from pgtrickle.cli.common import open_database, with_dsn
 
 
 @click.command(epilog="\b\nExample:\n  pgtrickle install --service-role pgtrickle_service")
-@click.option("--service-role", metavar="ROLE", help="The login that refreshes; default: the role that installs.")
+@click.option("--service-role", metavar="ROLE", help="The login of the service; default: the installing role.")
 @with_dsn
 def install(dsn: str | None, service_role: str | None) -> None:
-    """Create the catalog in the database, or bring an older one up to date.
+    """Create the catalog in the database, or upgrade an older one.
 
     Needs the right to create schemas, not superuser. Running it again changes nothing.
     """
@@ -23,7 +23,7 @@ def install(dsn: str | None, service_role: str | None) -> None:
 @click.command()
 @with_dsn
 def upgrade(dsn: str | None) -> None:
-    """Bring the catalog up to this release's version, in one transaction."""
+    """Upgrade the catalog to this release's version, in one transaction."""
     with open_database(dsn) as database:
         click.echo(f"the catalog has version {database.upgrade()}")
 

@@ -15,19 +15,22 @@ Examples:
   pgtrickle database check"""
 )
 def database() -> None:
-    """Other databases, whose tables a query names as NAME.schema.table."""
+    """Manage other databases, whose tables queries can name as NAME.schema.table."""
 
 
 @database.command()
 @click.argument("name")
 @click.argument("target", metavar="DSN")
-@click.option("--role", "roles", multiple=True, help="A role here that may use it, besides administrators. Repeatable.")
+@click.option(
+    "--role", "roles", multiple=True, help="A local role that may use it, in addition to administrators. Repeatable."
+)
 @with_dsn
 def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None:
-    """Register the database of DSN as NAME, or change how NAME is reached.
+    """Register the database at DSN as NAME, or change the DSN of NAME.
 
-    pgtrickle must be installed there too, with the DSN's user as its service role. A password is not stored: keep it in a
-    password file or service file of libpq, or name a variable of the environment, as password=${PGTRICKLE_CRM_PASSWORD}.
+    pgtrickle must be installed there too, with the DSN's user as its service role. A password is not stored: keep it in
+    a password file or service file of libpq, or name a variable of the environment, as
+    password=${PGTRICKLE_CRM_PASSWORD}.
     """
     with open_database(dsn) as db:
         added = db.add_database(name, target, roles=roles)
@@ -37,11 +40,15 @@ def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None
 @database.command("add-set")
 @click.argument("name")
 @click.argument("members", nargs=-1, metavar="[DATABASE]...")
-@click.option("--pattern", help="Every registered database whose name fits it, as tenant_*; also later ones.")
 @click.option(
-    "--server", metavar="DSN", help="A server whose databases that fit the pattern are registered by themselves."
+    "--pattern", help="All registered databases whose names match it, such as tenant_*, including later ones."
 )
-@click.option("--role", "roles", multiple=True, help="A role here that may use it, besides administrators. Repeatable.")
+@click.option(
+    "--server", metavar="DSN", help="A server whose databases are registered automatically if they match the pattern."
+)
+@click.option(
+    "--role", "roles", multiple=True, help="A local role that may use it, in addition to administrators. Repeatable."
+)
 @with_dsn
 def add_set(
     dsn: str | None,
@@ -53,7 +60,8 @@ def add_set(
 ) -> None:
     """Register NAME as a set of databases: NAME.schema.table is that table in all of them.
 
-    The column pgt_database tells whose row it is. New members join by themselves; `pgtrickle database remove` takes one out.
+    The column pgt_database names the database of a row. New members join automatically; `pgtrickle database remove`
+    removes one.
     """
     with open_database(dsn) as db:
         added = db.add_database_set(name, members, pattern=pattern, server=server, roles=roles)
@@ -66,7 +74,7 @@ def add_set(
 @as_json
 @with_dsn
 def list_databases(dsn: str | None, as_json: bool) -> None:
-    """Show the registered databases, and the tables of theirs that are known here."""
+    """Show the registered databases, and their tables that have been imported."""
     with open_database(dsn) as db:
         found, sets = db.databases(), db.database_sets()
     if as_json:
@@ -88,7 +96,7 @@ def _brief(names: list[str]) -> str:
 @click.argument("name", required=False)
 @with_dsn
 def check(dsn: str | None, name: str | None) -> int:
-    """See whether the registered databases, or NAME alone, can be reached and read."""
+    """Check whether the registered databases, or only NAME, can be reached and read."""
     with open_database(dsn) as db:
         found = [one for one in db.databases() if name in (None, one.name)]
         if not found and name is not None:
@@ -104,7 +112,7 @@ def check(dsn: str | None, name: str | None) -> int:
 @click.argument("table")
 @with_dsn
 def import_table(dsn: str | None, name: str, table: str) -> None:
-    """Make TABLE (schema.table) of database NAME known here, so that SQL can name it too."""
+    """Import TABLE (schema.table) of database NAME, so that SQL can name it too."""
     with open_database(dsn) as db:
         db.import_table(name, table)
         click.echo(f"{name}.{table} can be named in queries")
@@ -112,17 +120,16 @@ def import_table(dsn: str | None, name: str, table: str) -> None:
 
 @database.command()
 @click.argument("table")
-@click.option("--as", "name", metavar="NAME", help="The registered database, where its address does not tell.")
+@click.option("--as", "name", metavar="NAME", help="The registered database, if its address does not identify it.")
 @with_dsn
 def resolve(dsn: str | None, table: str, name: str | None) -> int:
-    """Say which registered database the foreign table TABLE of postgres_fdw stands for.
-
-    Its changes are then captured there. Creating a stream table that reads it does the same by itself.
+    """Associate the foreign table TABLE of postgres_fdw with a registered database. Its changes are then captured
+    there. Creating a stream table that reads it does this automatically.
     """
     with open_database(dsn) as db:
         found = db.resolve_foreign_table(table, name)
     if found is None:
-        click.echo(f"no registered database is known to be what {table} points to", err=True)
+        click.echo(f"no registered database is known for the target of {table}", err=True)
         return 1
     click.echo(f"{table} is read in {found}")
     return 0
@@ -132,9 +139,8 @@ def resolve(dsn: str | None, table: str, name: str | None) -> int:
 @click.argument("name")
 @with_dsn
 def remove(dsn: str | None, name: str) -> None:
-    """Forget database NAME, or the set of that name. Stream tables that name it must be dropped before.
-
-    As a member of a set it is taken out: the next refresh reads the others anew.
+    """Remove database NAME, or the set of that name. Drop stream tables that name it first. If it is a member of a set,
+    it leaves the set, and the next refresh re-initializes the set's readers.
     """
     with open_database(dsn) as db:
         db.remove_database(name)

@@ -14,13 +14,17 @@ Examples:
   pgtrickle demo --forever
   pgtrickle demo --seconds 20 --rows 1000000"""
 )
-@click.option("--seconds", type=click.FloatRange(1), default=60, show_default=True, help="How long changes are made.")
-@click.option("--forever", is_flag=True, help="Go on until Ctrl-C.")
-@click.option("--rows", type=click.IntRange(20), default=200_000, show_default=True, help="Order items to begin with.")
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=60, show_default=True, help="How long to make changes, in seconds."
+)
+@click.option("--forever", is_flag=True, help="Run until Ctrl-C.")
+@click.option(
+    "--rows", type=click.IntRange(20), default=200_000, show_default=True, help="Number of order items at the start."
+)
 def demo(seconds: float, forever: bool, rows: int) -> int:
-    """Show stream tables at work, on a PostgreSQL of its own that is gone afterwards.
+    """Demonstrate stream tables on a temporary PostgreSQL server.
 
-    A shop's tables are changed all the time; five stream tables are refreshed every second and compared with their
+    The tables of a shop change continuously; five stream tables are refreshed every second and compared with their
     queries. Needs Java 17 or newer, nothing else. Exit code 1 if a stream table was ever wrong.
     """
     from pgtrickle.demo.play import play

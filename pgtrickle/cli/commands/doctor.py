@@ -18,10 +18,7 @@ from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
 @as_json
 @with_dsn
 def doctor(dsn: str | None, held_seconds: float, as_json: bool) -> int:
-    """Look for what keeps stream tables from being fresh, and say what to do about it.
-
-    Exit code 1 if there is something.
-    """
+    """Find problems that keep stream tables from being fresh, and suggest remedies. Exit code 1 if there is a problem."""
     from pgtrickle.cli.diagnostics import find_problems
 
     with open_database(dsn) as database:

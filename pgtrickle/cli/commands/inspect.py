@@ -20,7 +20,7 @@ def list_tables(dsn: str | None, as_json: bool) -> None:
     print_table(
         ("stream table", "owner", "status", "schedule", "mode", "query"),
         ((t.name, t.owner, t.status, t.schedule, t.refresh_mode, " ".join((t.query or "").split())) for t in tables),
-        "there are no stream tables; `pgtrickle create --help` shows how to make one",
+        "there are no stream tables; `pgtrickle create --help` shows how to create one",
     )
 
 
@@ -50,7 +50,7 @@ def status(dsn: str | None, as_json: bool) -> None:
                     for text in (
                         row.mode_reason,
                         row.status_reason,
-                        f"starts over: {row.reinit_reason}" if row.reinit_reason else None,
+                        f"re-initializes next: {row.reinit_reason}" if row.reinit_reason else None,
                         failures(row.errors, row.last_error) if row.errors or row.last_error else None,
                     )
                     if text
@@ -84,9 +84,7 @@ def explain(dsn: str | None, name: str, as_json: bool) -> None:
 
 @click.command(epilog="\b\nExample:\n  pgtrickle history revenue --limit 100 --json")
 @click.argument("name")
-@click.option(
-    "--limit", type=click.IntRange(1), default=20, show_default=True, help="How many refreshes, newest first."
-)
+@click.option("--limit", type=click.IntRange(1), default=20, show_default=True, help="Number of refreshes.")
 @as_json
 @with_dsn
 def history(dsn: str | None, name: str, limit: int, as_json: bool) -> None:

@@ -12,7 +12,7 @@ from pgtrickle.cli.common import open_database, stop_on_signals, with_dsn
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait.")
 @with_dsn
 def wait(dsn: str | None, name: str, timeout: float) -> None:
-    """Return when a stream table includes everything that is committed now."""
+    """Wait until a stream table includes everything that is committed now."""
     stop_on_signals()
     with open_database(dsn) as database:
         database.wait_until_fresh(name, timeout)
@@ -22,27 +22,27 @@ def wait(dsn: str | None, name: str, timeout: float) -> None:
 @click.command()
 @with_dsn
 def pause(dsn: str | None) -> None:
-    """Start no refresh in a database until `resume`. Changes go on being captured."""
+    """Start no refreshes in a database until `resume`. Changes are still captured."""
     with open_database(dsn) as database:
         database.pause()
-    click.echo("paused; `pgtrickle resume` goes on")
+    click.echo("paused; `pgtrickle resume` resumes refreshes")
 
 
 @click.command()
 @with_dsn
 def resume(dsn: str | None) -> None:
-    """Go on with refreshes after `pause` or `drain`."""
+    """Resume refreshes after `pause` or `drain`."""
     with open_database(dsn) as database:
         database.resume()
     click.echo("resumed")
 
 
 @click.command()
-@click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for what runs.")
+@click.option("--timeout", default=60.0, show_default=True, help="Seconds to wait for running refreshes.")
 @with_dsn
 def drain(dsn: str | None, timeout: float) -> None:
-    """Pause, and return when no refresh runs any more: before a migration or a fail-over."""
+    """Pause, and wait for running refreshes to finish: before a migration or a failover."""
     stop_on_signals()
     with open_database(dsn) as database:
         database.drain(timeout)
-    click.echo("drained; `pgtrickle resume` goes on")
+    click.echo("drained; `pgtrickle resume` resumes refreshes")

@@ -13,14 +13,15 @@ from pgtrickle.spark.progress import quiet_jvm
 def prepare(as_json: bool) -> None:
     """Make Spark start faster on this machine.
 
-    Java loads and checks Spark's classes whenever a command starts Spark. This does it once and keeps the outcome in a file of
-    about 170 MB below ~/.cache/pgtrickle (or XDG_CACHE_HOME), which all later commands of this user read. It takes about a
-    minute. Run it again after an update of Java or pgtrickle; until then Spark starts as if there were no file.
+    Java loads and checks Spark's classes whenever a command starts Spark. This command does it once and stores the
+    result in a file of about 170 MB below ~/.cache/pgtrickle (or XDG_CACHE_HOME), which later commands of this user
+    read. It takes about a minute. Run it again after an update of Java or pgtrickle; until then Spark starts as if
+    there were no file.
     """
     from pgtrickle.spark.prepare import make_archive
 
     if not as_json:
-        click.echo("running Spark once and writing down its classes, which takes about a minute…", err=True)
+        click.echo("running Spark once and recording its classes, which takes about a minute…", err=True)
     with quiet_jvm():
         path = make_archive()
     size = path.stat().st_size

@@ -31,22 +31,21 @@ Examples:
     type=click.FloatRange(0, min_open=True),
     default=1,
     show_default=True,
-    help="Seconds from one sample to the next.",
+    help="Seconds between samples.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
     required=True,
     metavar="DIR",
-    help="Where profile.csv and profile.png go; made if it is not there.",
+    help="The directory for profile.csv and profile.png; created if missing.",
 )
 @as_json
 @with_dsn
 def profile(dsn: str | None, seconds: float, interval: float, out: Path, as_json: bool) -> None:
-    """Sample how busy the refresh workers are and how many jobs wait, and say whether the pool fits.
-
-    Writes DIR/profile.csv while it samples and DIR/profile.png at the end. Ctrl-C ends it early, with what it has.
-    To size a pool, profile under load with max_dynamic_refresh_workers set to 4, 8 and 16 in turn.
+    """Sample how busy the refresh workers are and how many jobs wait, and report whether the pool has the right size.
+    Writes DIR/profile.csv while sampling and DIR/profile.png at the end. Ctrl-C stops early and reports the samples
+    taken so far. To size a pool, profile under load with max_dynamic_refresh_workers set to 4, 8 and 16 in turn.
     """
     from pgtrickle.observability.sampling import judge, plot, require_pool_functions
 
@@ -84,7 +83,7 @@ def _sample(database: Database, seconds: float, interval: float, path: Path) -> 
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        click.echo(f"sampling for {seconds:g} s; Ctrl-C ends it early", err=True)
+        click.echo(f"sampling for {seconds:g} s; Ctrl-C stops early", err=True)
     samples: list[Sample] = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with (

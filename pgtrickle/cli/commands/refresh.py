@@ -13,13 +13,15 @@ Examples:
   pgtrickle refresh revenue
   pgtrickle refresh revenue sales.big_orders
   pgtrickle refresh --all --json
-  pgtrickle refresh revenue --request-id nightly-2026-11-16 --timeout 300     from Airflow, cron and their kin"""
+  pgtrickle refresh revenue --request-id nightly-2026-11-16 --timeout 300     from Airflow, cron and similar tools"""
 )
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
-@click.option("--local", is_flag=True, help="Refresh in this process even where a service is running.")
+@click.option("--local", is_flag=True, help="Refresh in this process even if a service is running.")
 @click.option(
-    "--request-id", metavar="ID", help="Ask the service, once: repeated under the same id it is the same request."
+    "--request-id",
+    metavar="ID",
+    help="Request the refresh from the service; repeating the command with the same ID does not request it again.",
 )
 @click.option("--timeout", default=WAIT_SECONDS, show_default=True, help="Seconds to wait for the service.")
 @as_json
@@ -35,7 +37,7 @@ def refresh(
 ) -> None:
     """Bring stream tables up to date, all in one Spark job.
 
-    A running service is asked to do it. Without one this process starts Spark, if there is something to compute.
+    A running service does the work. Without one, this process starts Spark if there is something to compute.
     """
     if bool(names) == everything:
         raise click.UsageError("Name stream tables, or give --all.")

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     epilog="""\b
 Examples:
   pgtrickle run                           watch the server that --dsn, PGTRICKLE_DSN or libpq's variables name
-  pgtrickle run --config pgtrickle.toml   watch the servers of the file
-  pgtrickle run --once                    serve the requests that wait in one database, and end"""
+  pgtrickle run --config pgtrickle.toml   watch the servers in the file
+  pgtrickle run --once                    serve the waiting requests of one database, and exit"""
 )
-@click.option("--once", is_flag=True, help="Serve the requests that are waiting now in one database, and end.")
+@click.option("--once", is_flag=True, help="Serve the requests that are waiting now in one database, and exit.")
 @click.option(
     "--config",
     "path",
@@ -34,21 +34,23 @@ Examples:
     help="The configuration file; pgtrickle.toml in this directory if there is one and no DSN is given.",
 )
 @click.option("--http", help="host:port for /metrics, /healthz and /readyz (127.0.0.1:9187; '' for none).")
-@click.option("--log-format", type=click.Choice(["text", "json"]), help="How log lines are written (text).")
+@click.option("--log-format", type=click.Choice(["text", "json"]), help="Format of log lines (text).")
 @click.option(
-    "--log-level", type=click.Choice(["info", "debug"]), help="debug also logs every stage of every refresh (info)."
+    "--log-level",
+    type=click.Choice(["info", "debug"]),
+    help="Level of the log; debug includes every stage of every refresh (info).",
 )
-@click.option("--drain-seconds", type=float, help="How long running refreshes may take when the service ends (30).")
-@click.option("--database", "databases", multiple=True, help="Only this database; may be given more than once.")
 @click.option(
-    "--max-connections", type=int, help="Have no more connections to a server at a time; schedulers share them."
+    "--drain-seconds", type=float, help="Seconds that running refreshes may take when the service stops (30)."
 )
+@click.option("--database", "databases", multiple=True, help="Serve only this database. Repeatable.")
+@click.option("--max-connections", type=int, help="Maximum number of connections to a server; schedulers share them.")
 @click.option(
     "--trusted-owner",
     "trusted_owners",
     metavar="ROLE",
     multiple=True,
-    help="Serve databases whose catalog this role installed; may be given more than once. Its functions run as the service.",
+    help="Serve databases whose catalog this role installed. Repeatable. Its functions run with the service's rights.",
 )
 @with_dsn
 def run(
@@ -97,9 +99,9 @@ def _run_service(config: ServiceConfig) -> None:
         # Start Spark now, so that the first change does not have to wait for it.
         threading.Thread(target=spark_session, name="pgtrickle-spark-start", daemon=True).start()
         names = ", ".join(launcher.server.name for launcher in service.launchers)
-        click.echo(f"watching {names}; Ctrl-C ends it", err=True)
+        click.echo(f"watching {names}; Ctrl-C stops it", err=True)
         over.wait()
-        click.echo("finishing what runs", err=True)
+        click.echo("waiting for running refreshes", err=True)
         finished = service.stop()
         if server is not None:
             server.shutdown()
@@ -108,7 +110,7 @@ def _run_service(config: ServiceConfig) -> None:
     if not finished:
         raise RefreshError(
             f"refreshes still ran after {config.drain_seconds:g} seconds and were given up",
-            "Nothing of them was written; the next service does them again. --drain-seconds gives them longer.",
+            "They wrote nothing; the next service repeats them. --drain-seconds gives them more time.",
         )
 
 
@@ -126,9 +128,9 @@ def _serve_once(dsn: str | None, trusted_owners: Sequence[str]) -> None:
     done, failed, postponed = (counts.get(status, 0) for status in ("DONE", "FAILED", "PENDING"))
     click.echo(f"{done} done, {failed} failed, {postponed} postponed")
     if failed:
-        raise RefreshError(f"{failed} of the requests failed", "`pgtrickle status` says which and why.")
+        raise RefreshError(f"{failed} of the requests failed", "`pgtrickle status` shows which and why.")
     if postponed:
         raise RefreshConflictError(
-            f"{postponed} requests wait for another process that refreshes their stream table, or for a lock",
+            f"{postponed} requests are waiting for another process that refreshes their stream table, or for a lock",
             "Run it again.",
         )

@@ -33,12 +33,18 @@ Examples:
     show_default=True,
     help="A duration (30s, 5m), a cron expression, or calculated: as fresh as its readers need.",
 )
-@click.option("--mode", type=MODE, default="AUTO", show_default=True, help="DIFFERENTIAL refuses what cannot be it.")
+@click.option(
+    "--mode",
+    type=MODE,
+    default="AUTO",
+    show_default=True,
+    help="DIFFERENTIAL refuses a query that cannot be maintained differentially.",
+)
 @click.option("--placement", type=PLACEMENT, help="Where joins and aggregates run; default: the database's setting.")
-@click.option("--pooler", is_flag=True, help="Refresh it without anything that outlives a transaction.")
+@click.option("--pooler", is_flag=True, help="Refresh it without session state, for poolers in transaction mode.")
 @click.option("--no-init", is_flag=True, help="Leave the table empty until its first refresh.")
-@click.option("--st-placement", type=ST_PLACEMENT, help="In a Citus cluster: where the table is; default: auto.")
-@click.option("--output-distribution-column", metavar="COLUMN", help="In a Citus cluster: distribute the table by it.")
+@click.option("--st-placement", type=ST_PLACEMENT, help="In a Citus cluster: the kind of table; default: auto.")
+@click.option("--output-distribution-column", metavar="COLUMN", help="In a Citus cluster: the distribution column.")
 @as_json
 @with_dsn
 def create(
@@ -90,17 +96,19 @@ Examples:
   pgtrickle alter revenue --query "SELECT region, sum(amount) AS total FROM orders WHERE paid GROUP BY region\""""
 )
 @click.argument("name")
-@click.option("--query", help="A query with the same columns; the next refresh fills the table anew.")
+@click.option("--query", help="A query with the same columns; the next refresh re-initializes the table.")
 @click.option("-f", "--file", type=click.File(encoding="utf-8"), help="Read the new query from a file; - is stdin.")
 @click.option("--schedule", help="A duration (30s, 5m), a cron expression, or calculated.")
 @click.option("--mode", type=MODE)
 @click.option("--placement", type=PLACEMENT)
-@click.option("--pooler/--no-pooler", default=None, help="Refresh it without anything that outlives a transaction.")
+@click.option(
+    "--pooler/--no-pooler", default=None, help="Refresh it without session state, for poolers in transaction mode."
+)
 @click.option("--status", type=click.Choice(["ACTIVE", "SUSPENDED"], case_sensitive=False))
 @click.option(
     "--lost-members",
     type=click.Choice(["wait", "keep"]),
-    help="While a database of a set cannot be reached: wait for it, or go on with what was last read of it.",
+    help="While a database of a set cannot be reached: wait for it, or continue with its last known rows.",
 )
 @with_dsn
 def alter(
@@ -118,7 +126,7 @@ def alter(
     """Change the query, schedule, mode, placement or status of stream table NAME."""
     text = _query(query, file) if query is not None or file is not None else None
     if all(value is None for value in (text, schedule, mode, placement, pooler, status, lost_members)):
-        raise click.UsageError("Say what to change; `pgtrickle alter --help` shows what can be.")
+        raise click.UsageError("Specify what to change; see `pgtrickle alter --help`.")
     with open_database(dsn) as database:
         table = database.alter_stream_table(
             name,
@@ -135,7 +143,7 @@ def alter(
 
 @click.command()
 @click.argument("name")
-@click.option("--cascade", is_flag=True, help="Drop the stream tables and views that read it, too.")
+@click.option("--cascade", is_flag=True, help="Also drop the stream tables and views that read it.")
 @with_dsn
 def drop(dsn: str | None, name: str, cascade: bool) -> None:
     """Drop stream table NAME."""
@@ -157,13 +165,13 @@ def _fill(database: Database, name: str, id_: int) -> StreamTable:
 
 def _query(argument: str | None, file: IO[str] | None) -> str:
     if argument is not None and file is not None:
-        raise click.UsageError("Give the query once: as an argument or with --file.")
+        raise click.UsageError("Pass the query once: as an argument or with --file.")
     if argument is not None:
         text = argument
     elif file is not None:
         text = file.read()
     elif sys.stdin.isatty():
-        raise click.UsageError("Give the query as an argument, with --file, or on stdin.")
+        raise click.UsageError("Pass the query as an argument, with --file, or on stdin.")
     else:
         text = sys.stdin.read()
     if not text.strip():

@@ -25,17 +25,17 @@ COLOURS = {"ACTIVE": "green", "SUSPENDED": "yellow", "ERROR": "red", "FAILED": "
 
 
 @click.command(epilog="\b\nExamples:\n  pgtrickle top\n  pgtrickle top --once | head -3")
-@click.option("--once", is_flag=True, help="Print one frame and end; so it is without a terminal.")
+@click.option("--once", is_flag=True, help="Print one frame and exit; the default without a terminal.")
 @click.option(
     "--interval",
     type=click.FloatRange(0.1),
     default=1,
     show_default=True,
-    help="Seconds from one frame to the next.",
+    help="Seconds between frames.",
 )
 @with_dsn
 def top(dsn: str | None, once: bool, interval: float) -> None:
-    """Watch the service at work: health, worker pool, stalest stream tables, jobs, events. Ctrl-C ends it."""
+    """Watch the service: health, worker pool, stalest stream tables, jobs, events. Ctrl-C stops it."""
     from rich.console import Console
     from rich.live import Live
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pgtrickle.service.config import ServiceConfig
 
 MEASURE = (
-    "What latency and throughput they give depends on the machine and the queries: measure it under your load with"
+    "Their latency and throughput depend on the machine and the queries: measure them under your load with"
     " `pgtrickle profile`, and in a checkout with `python -m bench steady`."
 )
 
@@ -50,9 +50,9 @@ Examples:
   pgtrickle tune --config pgtrickle.toml --services 2 --json"""
 )
 @click.option(
-    "--profile", "profile_name", type=click.Choice(list(PROFILES)), help="Print this profile's settings only."
+    "--profile", "profile_name", type=click.Choice(list(PROFILES)), help="Print only the settings of this profile."
 )
-@click.option("--apply", is_flag=True, help="Set them in the database, all or none. Needs --profile.")
+@click.option("--apply", is_flag=True, help="Apply them to the database, all or none. Requires --profile.")
 @click.option(
     "--config",
     "path",
@@ -68,7 +68,7 @@ Examples:
 def tune(
     dsn: str | None, profile_name: str | None, apply: bool, path: Path | None, services: int, as_json: bool
 ) -> None:
-    """Print sizes and profiles of settings, and what they cost on this server in connections and memory.
+    """Print recommended sizes and profiles of settings, and their cost on this server in connections and memory.
 
     With --profile, print one profile for postgresql.conf and for SQL; --apply sets it with pgtrickle.set() in the
     connected database.
@@ -77,7 +77,7 @@ def tune(
         from pgtrickle.service.config import load_config
 
         if apply:
-            raise click.UsageError("--apply needs --profile, which says what to set.")
+            raise click.UsageError("--apply requires --profile.")
         _overview(load_config(path, dsn), services, as_json)
     elif apply:
         _apply(dsn, PROFILES[profile_name], as_json)
@@ -168,7 +168,7 @@ def _overview(config: ServiceConfig, services: int, as_json: bool) -> None:
     for server, budget in zip(servers, budgets, strict=True):
         _print_budget(server, budget)
     click.echo("\nMemory of the service")
-    click.echo(f"  {spark} for Spark's driver ({MEMORY_VARIABLE}) in each service, beside Python's own;")
+    click.echo(f"  {spark} for Spark's driver ({MEMORY_VARIABLE}) in each service, in addition to Python's;")
     click.echo(f"  this machine has {_machine_mb() / 1024:.1f} GB")
 
 
@@ -203,7 +203,7 @@ def _print_sizes(advice: _Advice) -> None:
         ]
     )
     if advice.stream_tables is None:
-        click.echo(f"  Database {advice.database} has no pgtrickle catalog; `pgtrickle install` makes one.")
+        click.echo(f"  Database {advice.database} has no pgtrickle catalog; `pgtrickle install` creates one.")
         return
     click.echo(f"  Database {advice.database} has {_count(advice.stream_tables)}: {_recommendation(advice)}.")
     if advice.at_once < advice.max_dynamic_refresh_workers:
@@ -255,19 +255,19 @@ def _print_budget(server: ServerAtHand, budget: Budget) -> None:
             ("kept idle", budget.kept_idle, "at most, for a minute after a worker's last refresh in another database"),
             ("needed", budget.needed, "and while a large refresh runs one per running task of Spark"),
             ("max_connections", server.max_connections, f"of them {_kept_back(server)}"),
-            ("in use by others", server.in_use, f"now; {server.own} by pgtrickle itself"),
+            ("in use by others", server.in_use, f"now; {server.own} by pgtrickle"),
             ("available", budget.available, "enough" if budget.fits else "TOO FEW"),
         ]
     )
     for database in server.databases:
         if database.problem is not None:
-            click.echo(f"  Could not look into database {database.name}: {database.problem}")
+            click.echo(f"  Could not read database {database.name}: {database.problem}")
     if not budget.fits:
         click.echo(f"  {_remedy(server, budget)}")
     click.echo(f"\nMemory of {server.where}")
     merge_mb = budget.apply_mb // budget.workers
     click.echo(f"  {budget.workers} workers × {merge_mb} MB (merge_work_mem_mb) = {budget.apply_mb} MB;")
-    click.echo("  it is a work_mem: a statement may take it for each sort or hash that it does")
+    click.echo("  like work_mem, it applies to each sort or hash of a statement")
     click.echo(f"\nWorker processes of {server.where}")
     schedulers = budget.schedulers // budget.services
     click.echo(
@@ -276,7 +276,7 @@ def _print_budget(server: ServerAtHand, budget: Budget) -> None:
         f" = {budget.worker_processes_by_guide}, and other extensions'."
     )
     click.echo(
-        f"  Here nothing of it is needed: launcher, schedulers and workers run outside the server and are connections."
+        f"  It does not apply here: launcher, schedulers and workers run outside the server, as connections."
         f" max_worker_processes ({server.max_worker_processes}) need not be raised for pgtrickle."
     )
 

@@ -27,7 +27,7 @@ Examples:
   pgtrickle verify --all --json
   pgtrickle verify revenue --evidence revenue.json --repair
 \b
-Exit code 1 if one differs, or cannot be compared because its refresh fails."""
+Exit code 1 if a stream table differs, or cannot be compared because its refresh fails."""
 )
 @click.argument("names", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="All stream tables that are not suspended.")
@@ -35,9 +35,11 @@ Exit code 1 if one differs, or cannot be compared because its refresh fails."""
 @click.option(
     "--evidence",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="Where one differs, write a file for a bug report: counts, frontiers and history; no query, no data.",
+    help="If a stream table differs, write a file for a bug report: counts, frontiers and history; no query, no data.",
 )
-@click.option("--with-data", is_flag=True, help="Put query, plan and the first differing rows into that file, too.")
+@click.option(
+    "--with-data", is_flag=True, help="Include the query, the plan and the first differing rows in that file."
+)
 @as_json
 @with_dsn
 def verify(
@@ -51,9 +53,9 @@ def verify(
 ) -> None:
     """Compare stream tables with their queries.
 
-    Each is refreshed, and then compared in the same snapshot: PostgreSQL runs the query once and adds up hashes of its rows
-    and of the table's, so no rows are copied. Where the sums differ, it shows the first rows that are missing or should not
-    be there. What was found is kept in pgtrickle.pgt_verifications and shown by pgt_status().
+    Each is refreshed, and then compared in the same snapshot: PostgreSQL runs the query once and adds up hashes of its
+    rows and of the table's, so no rows are copied. If the sums differ, the first missing or unexpected rows are shown.
+    Results are stored in pgtrickle.pgt_verifications and shown by pgt_status().
     """
     if bool(names) == everything:
         raise click.UsageError("Name stream tables, or give --all.")
@@ -88,7 +90,7 @@ def verify(
     if failed := [one.name for one in found if one.failed]:
         raise PgtrickleError(
             f"{len(failed)} of {len(found)} stream tables could not be compared: {', '.join(failed)}",
-            "The table says why. Once a refresh of such a stream table succeeds, verify it again.",
+            "The table shows why. Once a refresh of such a stream table succeeds, verify it again.",
         )
 
 

@@ -119,7 +119,7 @@ class Broker:
         try:
             return self._shared_cut(database, dsn, node, consumers)
         except (psycopg.Error, PgtrickleError) as error:
-            log.info("nobody knows the broker: %s", error, extra={"database": database})
+            log.info("the broker is unknown: %s", error, extra={"database": database})
             return None
 
     def _shared_cut(self, database: str, dsn: str, node: str, consumers: Sequence[str]) -> SharedCut | None:
@@ -163,12 +163,12 @@ class Broker:
                         "SELECT pgtrickle._register_interest(%s, %s, %s, %s, %s, %s)", (home, label, name, *values)
                     ).fetchone()
             except (psycopg.Error, PgtrickleError) as error:
-                log.warning("the broker cannot be told what is wanted: %s", error, extra={"database": database})
+                log.warning("could not subscribe to the broker: %s", error, extra={"database": database})
                 return
             assert row is not None
             if not row[0]:
                 log.warning(
-                    "the broker has no room for %s: its changes are read by everybody alone",
+                    "the broker's registry is full, %s does not fit: each database reads its changes itself",
                     name,
                     extra={"database": database},
                 )

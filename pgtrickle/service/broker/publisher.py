@@ -293,7 +293,7 @@ class Publisher:
             try:
                 held.stack.close()
             except psycopg.Error as error:
-                log.info("a cut ended by itself: %s", error, extra={"database": self.name})
+                log.info("a cut ended unexpectedly: %s", error, extra={"database": self.name})
 
 
 def _be_service(conn: psycopg.Connection[Any]) -> None:
