@@ -171,7 +171,7 @@ def test_names_that_need_quotes(shop: TestDatabase, name: str) -> None:
         ("DELETE FROM orders RETURNING id", "error"),
     ],
 )
-def test_a_query_that_cannot_be(shop: TestDatabase, query: str, said: str) -> None:
+def test_an_invalid_query_is_refused(shop: TestDatabase, query: str, said: str) -> None:
     stderr = fail(1, shop.dsn, "create", "revenue", query, "--no-init")
     assert stderr.startswith("error: ")
     assert said in stderr
@@ -201,7 +201,7 @@ def test_names_that_are_taken_reserved_or_unknown(shop: TestDatabase) -> None:
     assert json.loads(succeed(shop.dsn, "list", "--json")) == []
 
 
-def test_differential_refuses_what_it_cannot_do_and_says_which_part(shop: TestDatabase) -> None:
+def test_differential_mode_names_the_unsupported_part(shop: TestDatabase) -> None:
     query = "SELECT id, row_number() OVER (ORDER BY amount) AS place FROM orders"
     stderr = fail(1, shop.dsn, "create", "places", query, "--mode", "DIFFERENTIAL", "--no-init")
     assert "cannot be maintained differentially" in stderr
@@ -236,7 +236,7 @@ def test_missing_privileges_are_named(shop: TestDatabase) -> None:
     assert json.loads(succeed(dsn, "list", "--json"))[0]["owner"] == "app"
 
 
-def test_an_owner_who_is_not_the_service_asks_it(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_an_owner_without_the_service_role_requests_a_refresh(shop: TestDatabase, conn: psycopg.Connection) -> None:
     owner = shop.create_role("owner")
     conn.execute(sql.SQL("GRANT CREATE ON SCHEMA public TO {o}; GRANT SELECT, TRIGGER ON orders TO {o}").format(
         o=sql.Identifier(owner)))  # fmt: skip
@@ -297,7 +297,7 @@ def _password_required(shop: TestDatabase, role: str, password: str) -> Iterator
             conn.execute("SELECT pg_reload_conf()")
 
 
-def test_who_does_not_confirm_keeps_everything(shop: TestDatabase) -> None:
+def test_nothing_is_removed_without_confirmation(shop: TestDatabase) -> None:
     for answer in ("n\n", ""):
         done = cli(shop.dsn, "uninstall", stdin=answer)
         assert done.returncode == 1
@@ -321,7 +321,7 @@ def test_libpq_variables_name_the_database(shop: TestDatabase) -> None:
 
 @pytest.mark.direct("doctor finds the pooler too")
 @pytest.mark.pgversions
-def test_doctor_finds_what_is_wrong_and_says_what_to_do(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_doctor_reports_problems_and_remedies(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     alone = {
         finding["check"]: finding["remedy"]
@@ -364,7 +364,7 @@ def _stable_name(conn: psycopg.Connection) -> str:
 
 
 @pytest.mark.direct("doctor finds the pooler too")
-def test_doctor_looks_at_the_catalog_itself(database: TestDatabase, conn: psycopg.Connection) -> None:
+def test_doctor_checks_the_catalog(database: TestDatabase, conn: psycopg.Connection) -> None:
     done = cli(database.dsn, "doctor")
     assert done.returncode == 1
     assert "has no pgtrickle catalog" in done.stdout

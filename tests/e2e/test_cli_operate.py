@@ -142,7 +142,7 @@ def test_tune_computes_the_budget_from_the_server(shop: TestDatabase, conn: psyc
     assert "At most 4 of them work for it at once" in text
 
 
-def test_tune_sees_that_connections_are_too_few(shop: TestDatabase) -> None:
+def test_tune_reports_too_few_connections(shop: TestDatabase) -> None:
     role = shop.create_role("narrow")
     with psycopg.connect(shop.superuser_dsn, autocommit=True) as admin:
         admin.execute(sql.SQL("ALTER ROLE {} CONNECTION LIMIT 4").format(sql.Identifier(role)))
@@ -197,7 +197,7 @@ def test_tune_prints_sql_that_runs(shop: TestDatabase, conn: psycopg.Connection)
         assert {setting: value(conn, setting) for setting in chosen.settings} == chosen.settings
 
 
-def test_tune_says_what_the_servers_configuration_overrules(shop: TestDatabase) -> None:
+def test_tune_names_values_overridden_by_the_servers_configuration(shop: TestDatabase) -> None:
     with psycopg.connect(shop.superuser_dsn, autocommit=True) as admin:
         admin.execute(
             sql.SQL("ALTER DATABASE {} SET pg_trickle.scheduler_interval_ms = 300").format(sql.Identifier(shop.name))
@@ -268,7 +268,7 @@ def test_profile_without_matplotlib(shop: TestDatabase, tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["profile.csv"]
 
 
-def test_profile_keeps_what_it_has_on_ctrl_c(shop: TestDatabase, tmp_path: Path) -> None:
+def test_profile_keeps_its_samples_on_ctrl_c(shop: TestDatabase, tmp_path: Path) -> None:
     path = tmp_path / "profile.csv"
     process = start(
         "profile", "--dsn", shop.dsn, "--seconds", "600", "--interval", "0.05", "--out", str(tmp_path), "--json"

@@ -27,7 +27,7 @@ def shop(database: TestDatabase, conn: psycopg.Connection) -> TestDatabase:
     return database
 
 
-def test_a_refresh_here_starts_spark_only_where_there_is_something_to_compute(
+def test_a_local_refresh_starts_spark_only_if_there_is_something_to_compute(
     shop: TestDatabase, conn: psycopg.Connection
 ) -> None:
     created = cli(shop.dsn, "create", "revenue", REVENUE, "--json")
@@ -58,7 +58,7 @@ def test_a_refresh_here_starts_spark_only_where_there_is_something_to_compute(
     assert len(succeed(shop.dsn, "history", "revenue", "--limit", "1").splitlines()) == 1
 
 
-def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_a_refresh_by_another_process_is_exit_code_3(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     conn.execute(
         "WITH other AS (INSERT INTO pgtrickle.pgt_services (service_id, kind, host, pid, version)"
@@ -72,7 +72,7 @@ def test_another_process_at_work_is_exit_code_3(shop: TestDatabase, conn: psycop
     assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("PENDING",)]
 
 
-def test_a_refresh_that_fails_says_why_and_fails_alone(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_a_failed_refresh_is_explained_and_does_not_affect_others(shop: TestDatabase, conn: psycopg.Connection) -> None:
     conn.execute("CREATE TABLE empty (id int PRIMARY KEY)")
     succeed(shop.dsn, "create", "fine", "SELECT id FROM empty", "--no-init")
     succeed(shop.dsn, "create", "broken", "SELECT id, 1 / (id - 7) AS x FROM orders", "--no-init", "--mode", "FULL")
@@ -96,7 +96,7 @@ def test_any_refresh_that_sees_a_request_answers_it(shop: TestDatabase, conn: ps
     assert succeed(shop.dsn, "run", "--once").startswith("0 done")
 
 
-def test_a_running_service_is_handed_the_work(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_a_running_service_does_the_work(shop: TestDatabase, conn: psycopg.Connection) -> None:
     with service(shop, conn) as process:
         created = cli(shop.dsn, "create", "revenue", REVENUE)
         assert (created.returncode, created.stderr) == (0, ""), "no Spark of its own"
@@ -167,14 +167,14 @@ def test_ctrl_c_while_spark_starts_is_quiet(shop: TestDatabase, conn: psycopg.Co
     assert [(refresh["status"], refresh["error"]) for refresh in history] == [("FAILED", "interrupted")]
 
 
-def test_refresh_all_names_what_it_leaves_out(shop: TestDatabase) -> None:
+def test_refresh_all_names_the_stream_tables_it_skips(shop: TestDatabase) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     succeed(shop.dsn, "alter", "revenue", "--status", "SUSPENDED")
     refreshed = cli(shop.dsn, "refresh", "--all")
     assert (refreshed.returncode, refreshed.stderr) == (0, "suspended, not refreshed: public.revenue\n")
 
 
-def test_ctrl_c_gives_the_stream_table_back(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_ctrl_c_releases_the_claim(shop: TestDatabase, conn: psycopg.Connection) -> None:
     succeed(shop.dsn, "create", "revenue", REVENUE, "--no-init")
     with psycopg.connect(shop.direct_dsn) as blocker:
         blocker.execute("LOCK TABLE orders")  # the refresh has claimed the stream table and waits to read

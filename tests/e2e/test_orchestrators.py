@@ -54,7 +54,7 @@ def test_the_same_id_is_the_same_request(shop: TestDatabase, conn: psycopg.Conne
         assert_equal_to_query(conn, "parts", QUERY)
 
 
-def test_what_failed_is_asked_for_again(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_a_failed_request_can_be_repeated(shop: TestDatabase, conn: psycopg.Connection) -> None:
     with running_service(shop.dsn, shop.name), pgtrickle.connect(shop.dsn) as db:
         serving(conn)
         conn.execute("INSERT INTO item VALUES (100, 1, 0)")
@@ -71,7 +71,7 @@ def test_what_failed_is_asked_for_again(shop: TestDatabase, conn: psycopg.Connec
         assert_equal_to_query(conn, "parts", QUERY)
 
 
-def test_what_is_not_done_in_time_still_stands(
+def test_a_request_that_times_out_stays_filed(
     shop: TestDatabase, conn: psycopg.Connection, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with running_service(shop.dsn, shop.name):
@@ -87,7 +87,7 @@ def test_what_is_not_done_in_time_still_stands(
         assert_equal_to_query(conn, "parts", QUERY)
 
 
-def test_a_request_of_somebody_else_is_his(shop: TestDatabase, conn: psycopg.Connection) -> None:
+def test_request_ids_are_separate_for_each_role(shop: TestDatabase, conn: psycopg.Connection) -> None:
     request = conn.execute("SELECT pgtrickle.manual_refresh('parts', 'run-1')").fetchone()
     assert request is not None
     stranger = shop.create_role("stranger")

@@ -103,7 +103,7 @@ def _tokens(conn: Connection, service: object) -> set[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("step", ["spark", "load"])
-def test_a_service_killed_in_a_refresh_is_followed_by_the_one_beside_it(
+def test_another_service_takes_over_from_one_killed_in_a_refresh(
     step: str, database: TestDatabase, filled: Connection, tmp_path: Path
 ) -> None:
     change(filled)
@@ -322,7 +322,7 @@ def test_all_connections_of_the_service_are_terminated(served: Served) -> None:
 DENIED = "permission denied for table pgt_requests"
 
 
-def test_a_scheduler_that_crashes_is_restarted_and_told_of(served: Served) -> None:
+def test_a_crashed_scheduler_is_restarted_and_reported(served: Served) -> None:
     name = served.database.name
     with served.connect() as conn:
         assert_exact(conn)

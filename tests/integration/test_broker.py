@@ -58,7 +58,7 @@ def test_one_scan_per_tick_for_all_databases(shop: Hub) -> None:
     assert all(row[2] is not None and row[3] > 0 and row[4] == now[0] and row[5] for row in rows)
 
 
-def test_without_the_setting_nobody_is_a_broker(shop: Hub) -> None:
+def test_without_the_setting_there_is_no_broker(shop: Hub) -> None:
     for conn in shop.home_conns:
         conn.execute("SELECT pgtrickle.set('pg_trickle.enable_refresh_broker', 'off')")
     with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
@@ -67,7 +67,7 @@ def test_without_the_setting_nobody_is_a_broker(shop: Hub) -> None:
     assert shop.conn.execute("SELECT count(*) FROM pgtrickle.pgt_broker").fetchone() == (0,)
 
 
-def test_a_full_registry_is_told_and_everything_goes_on(shop: Hub, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_registry_is_logged_and_refreshes_continue(shop: Hub, caplog: pytest.LogCaptureFixture) -> None:
     shop.conn.execute(
         "INSERT INTO pgtrickle.pgt_broker_entries (home, database, source_stable_name, settings)"
         " SELECT 'far/' || i, 'far', 'nothing', '{}' FROM generate_series(1, 4096) AS i"
@@ -80,7 +80,7 @@ def test_a_full_registry_is_told_and_everything_goes_on(shop: Hub, caplog: pytes
         assert shop.conn.execute("SELECT count(*) FROM pgtrickle.pgt_broker_entries").fetchone() == (4096,)
 
 
-def test_an_expression_that_fails_is_the_matter_of_who_wants_it(shop: Hub) -> None:
+def test_a_failing_expression_affects_only_its_subscriber(shop: Hub) -> None:
     with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)) as service:
         shop.change(1)
         shop.await_exact()
@@ -93,7 +93,7 @@ def test_an_expression_that_fails_is_the_matter_of_who_wants_it(shop: Hub) -> No
         assert service.broker._publishers
 
 
-def test_who_drops_its_stream_tables_leaves_the_registry(shop: Hub) -> None:
+def test_a_database_that_drops_its_stream_tables_leaves_the_registry(shop: Hub) -> None:
     with running_service(shop.homes[0].superuser_dsn, *(home.name for home in shop.homes)):
         for number in (1, 2, 3):
             shop.change(number)
@@ -117,7 +117,7 @@ def test_only_the_service_role_sees_the_token(shop: Hub) -> None:
         assert conn.execute("SELECT * FROM pgtrickle.broker_status()").fetchall() == []
 
 
-def test_an_offer_serves_whoever_is_not_behind_its_base() -> None:
+def test_an_offer_serves_consumers_that_are_not_behind_its_base() -> None:
     rows = pa.table({"xid": [80, 95, 100, 105], "w": [1, 1, -1, 1]})
     brokered = SharedChanges(Snapshot(80, 90, (80,)), {}, rows)
     assert brokered.serves(Snapshot(90, 100, ()))

@@ -74,7 +74,7 @@ def count(server: EmbeddedServer, names: tuple[str, ...], over: threading.Event,
             seen.append(row[0])
 
 
-def test_who_rests_gives_way_to_who_works(database: TestDatabase) -> None:
+def test_idle_connections_yield_their_slot_to_active_ones(database: TestDatabase) -> None:
     budget = Budget(database.dsn, 2)
     one, two = budget.open("one"), budget.open("two")
     budget.rest(one)
@@ -94,7 +94,7 @@ def test_who_rests_gives_way_to_who_works(database: TestDatabase) -> None:
     assert len(waiting) == 1
 
 
-def test_a_place_is_free_when_the_server_has_ended_the_session(database: TestDatabase) -> None:
+def test_a_slot_is_free_when_the_server_has_ended_the_session(database: TestDatabase) -> None:
     budget = Budget(database.direct_dsn, 4)
     with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
         for number in range(50):

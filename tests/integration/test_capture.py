@@ -330,7 +330,7 @@ def test_buffer_is_the_difference(db: Connection, setup: str, statements: str) -
     ],
     ids=["plain", "in a block", "in an SQL function", "called update", "dynamic", "prepared", "prepared, among others"],
 )
-def test_a_merge_that_moves_rows_is_not_taken_for_an_update(db: Connection, statements: list[str]) -> None:
+def test_a_merge_that_moves_rows_is_not_captured_as_an_update(db: Connection, statements: list[str]) -> None:
     """PostgreSQL leaves such rows out of the transition tables: they must be marked, for they cannot be captured."""
     db.execute(SETUPS["partitioned"])
     name = track(db, "t")
@@ -352,7 +352,7 @@ def test_a_merge_that_moves_rows_is_not_taken_for_an_update(db: Connection, stat
     ],
     ids=["plain", "in a block", "dynamic", "in a function"],
 )
-def test_an_update_that_moves_rows_is_not_taken_for_a_merge(db: Connection, update: str) -> None:
+def test_an_update_that_moves_rows_is_not_treated_as_a_merge(db: Connection, update: str) -> None:
     db.execute(SETUPS["partitioned"])
     name = track(db, "t")
     moving = "UPDATE t SET region = region || ''a'' WHERE id < 5"
@@ -420,7 +420,7 @@ def test_prepared_transactions(db: Connection) -> None:
         db.execute("COMMIT PREPARED 'capture'")
 
 
-def test_a_partition_as_source_sees_writes_through_its_parent(db: Connection) -> None:
+def test_a_partition_as_source_captures_writes_through_its_parent(db: Connection) -> None:
     db.execute(SETUPS["partitioned"])
     name = track(db, "t_b")
     assert one(db, "SELECT capture_kind FROM pgtrickle.pgt_change_tracking WHERE source_stable_name = %s", [name]) == (
@@ -440,7 +440,7 @@ def test_a_partition_as_source_sees_writes_through_its_parent(db: Connection) ->
         )
 
 
-def test_an_inheritance_child_as_source_sees_writes_through_its_parent(db: Connection) -> None:
+def test_an_inheritance_child_as_source_captures_writes_through_its_parent(db: Connection) -> None:
     db.execute(SETUPS["inherited"])
     track(db, "t")
     track(db, "child")
@@ -468,7 +468,7 @@ def test_a_second_stream_table_widens_the_buffer(db: Connection) -> None:
     assert one(db, "SELECT pgtrickle._capture_signature('t', '{1}')") == (signature,)
 
 
-def test_what_is_captured_already_needs_no_lock(db: Connection, other: Connection) -> None:
+def test_capturing_captured_columns_again_needs_no_lock(db: Connection, other: Connection) -> None:
     db.execute(SETUPS["plain"])
     name = track(db, "t")
     with other.transaction():
@@ -511,7 +511,7 @@ def test_overflow_leaves_a_marker_instead_of_rows(db: Connection) -> None:
         db.execute("SELECT pgtrickle.set('max_buffer_rows', NULL)")
 
 
-def test_a_function_attached_elsewhere_captures_nothing(db: Connection) -> None:
+def test_a_capture_function_attached_to_another_table_captures_nothing(db: Connection) -> None:
     db.execute("CREATE TABLE t (a int); CREATE TABLE alien (a int)")
     name = track(db, "t")
     for table, trigger in (("alien", f"pgtrickle_capture_insert_{name}"), ("t", "again")):

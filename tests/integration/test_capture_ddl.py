@@ -137,7 +137,7 @@ def test_breaking_changes_leave_markers_with_row_triggers(db: Connection, other:
 
 
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
-def test_plans_of_an_old_snapshot_do_not_stay(db: Connection, other: Connection, ddl: list[str]) -> None:
+def test_plans_made_with_an_old_snapshot_are_not_reused(db: Connection, other: Connection, ddl: list[str]) -> None:
     """They are made while the catalog looks as it was, and used by the transactions after that."""
     name = prepare(db)
     with other.transaction():
@@ -152,7 +152,7 @@ def test_plans_of_an_old_snapshot_do_not_stay(db: Connection, other: Connection,
     assert buffer_rows(db, name) == captured
 
 
-def test_a_cascade_whose_snapshot_is_older_than_the_change(db: Connection, other: Connection) -> None:
+def test_a_cascade_whose_snapshot_is_older_than_the_alteration(db: Connection, other: Connection) -> None:
     """The outer statement has its snapshot before the cascade locks the table, and the trigger is planned with that."""
     db.execute("CREATE TABLE parent (id int PRIMARY KEY); INSERT INTO parent VALUES (1)")
     db.execute("CREATE TABLE t (id int REFERENCES parent ON DELETE CASCADE, used int); INSERT INTO t VALUES (1, 1)")
@@ -197,7 +197,7 @@ def test_breaking_changes_rolled_back_leave_nothing(db: Connection, ddl: list[st
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
-def test_a_snapshot_older_than_the_change(db: Connection, other: Connection, ddl: list[str], level: str) -> None:
+def test_a_snapshot_older_than_the_alteration(db: Connection, other: Connection, ddl: list[str], level: str) -> None:
     """Such a transaction meets the altered table but sees the catalog as it was."""
     name = prepare(db)
     other.execute(f"BEGIN ISOLATION LEVEL {level}")
@@ -270,7 +270,7 @@ def test_rename_and_swap_does_not_merge_two_tables(db: Connection) -> None:
         db.execute("DELETE FROM t_old; DELETE FROM t")
 
 
-def test_what_nobody_reads_any_more_does_not_keep_its_name(db: Connection) -> None:
+def test_a_source_without_readers_does_not_keep_its_name(db: Connection) -> None:
     """What is left of a stream table that was dropped by hand, on a table that has another name now."""
     prepare(db)
     db.execute("SELECT pgtrickle.create_stream_table('reader', 'SELECT id FROM t')")
@@ -323,7 +323,7 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize(("setup", "ddl"), UNSEEN.values(), ids=list(UNSEEN))
-def test_what_hides_rows_changes_the_signature(db: Connection, setup: str, ddl: str) -> None:
+def test_events_that_hide_rows_change_the_signature(db: Connection, setup: str, ddl: str) -> None:
     db.execute(SETUPS[setup])
     track(db, "t")
     before = signature(db)
@@ -355,7 +355,7 @@ OLD = psycopg.IsolationLevel.REPEATABLE_READ
     ],
     ids=["inserted", "inserted, old snapshot", "moved", "moved, old snapshot", "child"],
 )
-def test_what_comes_and_goes_leaves_a_marker(
+def test_a_partition_attached_and_detached_between_refreshes_leaves_a_marker(
     db: Connection, other: Connection, setup: str, new: str, write: str, level: psycopg.IsolationLevel | None
 ) -> None:
     """Rows that were captured, and went with their partition before anybody saw it: nothing else tells."""
@@ -388,7 +388,7 @@ def test_new_partitions_and_children_are_captured_after_retracking(db: Connectio
         db.execute("INSERT INTO t_new VALUES (900, 'new', 1); UPDATE t_new SET amount = 2")
 
 
-def test_a_table_that_became_a_partition_sees_writes_through_its_parent(db: Connection) -> None:
+def test_a_table_that_became_a_partition_captures_writes_through_its_parent(db: Connection) -> None:
     db.execute(SETUPS["plain"])
     track(db, "t")
     db.execute(UNSEEN["becomes a partition"][1])

@@ -128,7 +128,7 @@ def test_many_columns(db: Connection) -> None:
         db.execute("INSERT INTO t (c0, c399) VALUES (1, 2); UPDATE t SET c200 = 5")
 
 
-def test_virtual_generated_columns_are_captured_by_what_they_are_computed_from(
+def test_virtual_generated_columns_are_captured_through_their_base_columns(
     db: Connection, pg_version: ServerVersion
 ) -> None:
     if pg_version < 18:

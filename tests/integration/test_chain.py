@@ -66,7 +66,7 @@ def test_the_order_of_the_names_does_not_matter(db: pgtrickle.Database, conn: Co
     _assert_exact(conn, CHAIN)
 
 
-def test_a_reader_refreshed_alone_follows_what_its_source_holds(db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_reader_refreshed_alone_matches_the_contents_of_its_source(db: pgtrickle.Database, conn: Connection) -> None:
     for name, query in CHAIN.items():
         db.create_stream_table(name, query)
     conn.execute("DELETE FROM orders WHERE id % 2 = 0")
@@ -114,7 +114,7 @@ def test_a_truncated_base_table_empties_the_chain(db: pgtrickle.Database, conn: 
     assert conn.execute("SELECT * FROM large").fetchall() != []
 
 
-def test_a_source_of_another_is_not_dropped_without_cascade(db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_stream_table_with_readers_is_not_dropped_without_cascade(db: pgtrickle.Database, conn: Connection) -> None:
     for name, query in CHAIN.items():
         db.create_stream_table(name, query, initialize=False)
     with pytest.raises(PgtrickleError, match="totals"):

@@ -31,7 +31,7 @@ def test_sources_of_every_placement(shop: Shop) -> None:
     assert placements == [("distributed",), ("local",), ("reference",)]
 
 
-def test_tables_of_one_shard_and_of_the_coordinator_alone(shop: Shop) -> None:
+def test_tables_with_one_shard_and_tables_on_the_coordinator_only(shop: Shop) -> None:
     for name in ("single", "here"):
         shop.conn.execute(f"CREATE TABLE {name} (id int PRIMARY KEY, v int)".encode())
         shop.conn.execute(f"INSERT INTO {name} SELECT i, i FROM generate_series(1, 50) AS i".encode())
@@ -95,7 +95,7 @@ def test_lookups_go_to_the_shards_that_can_have_the_rows(shop: Shop) -> None:
         shop.refresh()
 
 
-def test_lookups_by_keys_that_nodes_would_read_otherwise(shop: Shop) -> None:
+def test_lookups_by_keys_whose_text_or_hash_differs_between_nodes(shop: Shop) -> None:
     """Labels of an enum have another number, and so another hash, on every node; dates another text under other settings."""
     shop.conn.execute("CREATE TYPE mood AS ENUM ('a', 'b', 'c', 'd', 'e', 'f')")
     for name, type_ in (("moods", "mood"), ("days", "date")):
@@ -136,7 +136,7 @@ def test_other_schemas_and_names_that_need_quotes(shop: Shop) -> None:
         shop.goes_on()
 
 
-def test_joins_that_citus_would_not_plan(shop: Shop) -> None:
+def test_joins_that_citus_cannot_plan(shop: Shop) -> None:
     query = "SELECT a.id, b.id AS other FROM t a JOIN t b ON a.v = b.grp WHERE a.id < 50"  # a repartition join
     shop.db.create_stream_table("pairs", query, st_placement="local")
     shop.queries["pairs"] = query
@@ -183,7 +183,7 @@ def test_large_tables_are_read_shard_by_shard(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize("st_placement", ["reference", "distributed"])
-def test_stream_tables_are_placed_as_they_are_asked_for(shop: Shop, st_placement: str) -> None:
+def test_st_placement_is_followed(shop: Shop, st_placement: str) -> None:
     shop.create(*QUERIES, st_placement=st_placement)
     for name in QUERIES:
         assert shop.placement(name) == (st_placement, st_placement)
@@ -206,7 +206,9 @@ def test_stream_tables_are_placed_as_they_are_asked_for(shop: Shop, st_placement
     assert shop.conn.execute("SELECT count(*) FROM citus_tables").fetchone() == (shards[0] - len(QUERIES),)
 
 
-def test_small_results_are_on_all_nodes_and_large_ones_distributed(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_results_become_reference_tables_and_large_ones_distributed_tables(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transaction, "LARGE_ROWS", 501)
     shop.create("totals", "rows", "doubled", "local", "referenced", "mixed", st_placement=None)
     assert shop.placement("totals") == ("reference", "reference")
@@ -219,7 +221,7 @@ def test_small_results_are_on_all_nodes_and_large_ones_distributed(shop: Shop, m
         shop.goes_on()
 
 
-def test_a_stream_table_beside_the_rows_that_it_is_joined_with(shop: Shop) -> None:
+def test_a_stream_table_is_co_located_with_the_rows_it_is_joined_with(shop: Shop) -> None:
     query = "SELECT id, grp, v * 2 AS twice FROM t"
     shop.db.create_stream_table("beside", query, output_distribution_column="id")
     shop.queries["beside"] = query
@@ -254,7 +256,7 @@ def test_sql_creates_stream_tables_over_distributed_tables(shop: Shop) -> None:
         assert worker.execute(views).fetchone() == (0,)
 
 
-def test_the_coordinator_computes_what_has_no_plan(shop: Shop) -> None:
+def test_the_coordinator_computes_queries_without_a_plan(shop: Shop) -> None:
     query = "SELECT id, v, rank() OVER (PARTITION BY id % 3 ORDER BY v DESC) AS place FROM t WHERE v > 900"
     with pytest.raises(NotDifferentiableError, match="window") as error:
         shop.db.create_stream_table("places", query)

@@ -35,7 +35,7 @@ def test_writers_on_a_node_without_a_catalog(shop: Shop) -> None:
     shop.goes_on()
 
 
-def test_the_rest_of_a_transaction_is_left_as_it_was(shop: Shop) -> None:
+def test_settings_for_the_rest_of_a_transaction_are_restored(shop: Shop) -> None:
     """Nodes wait for locks as long as they did before our DDL was sent to them."""
     settings = [
         "lock_timeout",
@@ -72,7 +72,7 @@ def test_the_rest_of_a_transaction_is_left_as_it_was(shop: Shop) -> None:
     assert shop.conn.execute("SELECT v FROM t WHERE id = 1").fetchone() == (1,)
 
 
-def test_functions_are_called_by_those_who_may(shop: Shop) -> None:
+def test_functions_are_called_only_by_roles_that_may_call_them(shop: Shop) -> None:
     """Expressions are evaluated on the nodes by the service's login: the rights of who creates are looked at before."""
     shop.conn.execute("CREATE FUNCTION secret(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + 1000'")
     shop.conn.execute("REVOKE EXECUTE ON FUNCTION secret(int) FROM PUBLIC")
@@ -91,7 +91,7 @@ def test_functions_are_called_by_those_who_may(shop: Shop) -> None:
         shop.admin.execute("DROP ROLE bob")
 
 
-def test_truncate_starts_over(shop: Shop) -> None:
+def test_truncate_re_initializes(shop: Shop) -> None:
     shop.create("totals", "referenced", "local")
     shop.conn.execute("TRUNCATE t")
     shop.conn.execute("INSERT INTO t VALUES (1, 1, 1000)")
@@ -173,7 +173,7 @@ def test_dropping_cleans_up_all_nodes(shop: Shop) -> None:
     assert shop.conn.execute("SELECT count(*) FROM t").fetchone() != (0,)
 
 
-def test_nobody_waits_for_ever_for_a_transaction_on_a_worker(shop: Shop) -> None:
+def test_a_transaction_on_a_worker_is_not_waited_for_forever(shop: Shop) -> None:
     shop.conn.execute("SELECT pgtrickle.set('lock_timeout_ms', '300')")
     shop.db.conn.execute("SET statement_timeout = '60s'")
     with psycopg.connect(shop.cluster.dsn(1)) as writer:
@@ -223,7 +223,7 @@ def test_columnar_tables_are_refused(shop: Shop) -> None:
         shop.db.create_stream_table("flattened", "SELECT id FROM flat")
 
 
-def test_set_up_that_fails_on_a_node_leaves_nothing_and_can_be_repeated(shop: Shop) -> None:
+def test_a_set_up_that_fails_on_a_node_leaves_nothing_behind_and_can_be_repeated(shop: Shop) -> None:
     shop.cluster.servers[2].kill()
     with pytest.raises(DatabaseFailedError, match="@node_2"):
         shop.create("totals")
@@ -260,7 +260,7 @@ def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
         pytest.param(psycopg.IsolationLevel.SERIALIZABLE, marks=pytest.mark.long),
     ],
 )
-def test_old_snapshots_tell_what_is_still_the_present(shop: Shop, level: psycopg.IsolationLevel) -> None:
+def test_transactions_with_old_snapshots_see_the_present_columns(shop: Shop, level: psycopg.IsolationLevel) -> None:
     """What was altered since is noticed, and the value stored nowhere that it does not fit; what was rolled back is not."""
     shop.conn.execute("ALTER TABLE t ADD COLUMN note varchar(3)")
     shop.define({"groups": "SELECT id, grp FROM t"})  # columns that a stream table reads cannot be altered so
@@ -335,7 +335,7 @@ def test_columns_dropped_before_a_table_was_distributed(shop: Shop) -> None:
     assert {action for action, _ in shop.refresh().values()} == {"DIFFERENTIAL"}
 
 
-def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
+def test_a_table_cannot_be_captured_under_the_name_of_another(shop: Shop) -> None:
     shop.create("totals")
     shop.admin.execute("CREATE ROLE mallory LOGIN")
     shop.admin.execute("CREATE SCHEMA lair AUTHORIZATION mallory")
@@ -371,7 +371,7 @@ def test_nobody_captures_under_the_name_of_another_table(shop: Shop) -> None:
         shop.admin.execute("DROP ROLE mallory")
 
 
-def test_a_trigger_that_lacks_before_the_first_filling_is_put_there(shop: Shop) -> None:
+def test_a_trigger_missing_before_the_initial_population_is_created(shop: Shop) -> None:
     shop.db.create_stream_table("totals", QUERIES["totals"], initialize=False, st_placement="local")
     shop.queries["totals"] = QUERIES["totals"]
     with psycopg.connect(shop.cluster.superuser_dsn(1), autocommit=True) as worker:

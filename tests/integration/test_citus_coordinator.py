@@ -47,7 +47,7 @@ def test_sources_of_every_placement_on_one_node(single: Shop) -> None:
     assert [one for one in find_problems(single.db.conn, 60.0) if one.check == "citus"] == []
 
 
-def test_what_is_done_to_a_table_on_one_node(single: Shop) -> None:
+def test_alterations_of_a_table_on_one_node(single: Shop) -> None:
     single.create("totals", "rows", "named")
     single.conn.execute("TRUNCATE t")
     assert {action for action, _ in single.refresh().values()} == {"REINITIALIZE"}
@@ -75,7 +75,7 @@ def test_what_is_done_to_a_table_on_one_node(single: Shop) -> None:
         ("local", "UPDATE loc SET name = 'z' || name", "public.loc"),
     ],
 )
-def test_triggers_that_somebody_switched_off(single: Shop, name: str, write: str, source: str) -> None:
+def test_disabled_triggers_are_noticed(single: Shop, name: str, write: str, source: str) -> None:
     """Who mends it tells all who read the table, whether it refreshes, or creates one more stream table."""
     single.create(name)
     single.define({"other": QUERIES[name]})
@@ -97,7 +97,7 @@ def test_triggers_that_somebody_switched_off(single: Shop, name: str, write: str
 
 
 @pytest.mark.parametrize("st_placement", ["distributed", None])  # None makes them reference tables
-def test_stream_tables_are_placed_on_one_node(single: Shop, st_placement: str | None) -> None:
+def test_stream_tables_are_distributed_on_one_node(single: Shop, st_placement: str | None) -> None:
     single.create(*QUERIES, st_placement=st_placement)
     above = "SELECT twice % 10 AS last, count(*) AS n FROM rows GROUP BY twice % 10"
     single.db.create_stream_table("above", above, st_placement=st_placement)
@@ -140,7 +140,7 @@ def test_large_tables_are_read_shard_by_shard_on_one_node(single: Shop) -> None:
     single.goes_on()
 
 
-def test_what_has_no_plan_is_refused_on_one_node_too(single: Shop) -> None:
+def test_queries_without_a_plan_are_refused_on_one_node_too(single: Shop) -> None:
     query = "SELECT id, v, rank() OVER (PARTITION BY id % 3 ORDER BY v DESC) AS place FROM t WHERE v > 900"
     with pytest.raises(NotDifferentiableError, match="window") as error:
         single.db.create_stream_table("places", query)
@@ -152,7 +152,7 @@ def test_what_has_no_plan_is_refused_on_one_node_too(single: Shop) -> None:
     assert single.refresh()["places"][0] == "FULL"
 
 
-def test_one_node_is_not_cut_amid_what_it_commits_over_several_connections(single: Shop) -> None:
+def test_one_node_is_not_cut_between_commits_over_several_connections(single: Shop) -> None:
     """Citus writes many shards of one node over connections of their own, and commits one after the other."""
     single.create("totals")
     with psycopg.connect(single.cluster.superuser_dsn(), autocommit=True) as half:
@@ -260,7 +260,7 @@ def _shard_on(shop: Shop, node: int) -> int:
     return int(row[0])
 
 
-def test_a_coordinator_takes_shards_later(shop: Shop) -> None:
+def test_a_coordinator_gets_shards_later(shop: Shop) -> None:
     shop.create("totals", "rows", "named", "local")
     shop.goes_on()
     _let_have_shards(shop)
@@ -306,7 +306,7 @@ def test_shards_that_leave_the_coordinator_while_it_is_read(everywhere: Shop, co
     shop.goes_on()
 
 
-def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_committed_while_nodes_are_polled(everywhere: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """All nodes said that there is nothing; then a transaction over all of them is seen on the coordinator."""
     everywhere.create("totals", "rows")
     everywhere.goes_on()
@@ -329,7 +329,7 @@ def test_changes_that_come_while_nodes_are_asked_for_news(everywhere: Shop, monk
     everywhere.goes_on()
 
 
-def test_a_table_is_made_anew_before_its_query_is_compiled(single: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_re_created_before_its_query_is_compiled(single: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     single.create("totals", "local")
     single.conn.execute("SET citus.enable_unsafe_triggers = on")
     plan, steps = Planner.plan, ["SELECT undistribute_table('t')"]
@@ -350,7 +350,7 @@ def test_a_table_is_made_anew_before_its_query_is_compiled(single: Shop, monkeyp
     single.goes_on()
 
 
-def test_what_the_coordinator_computes_keeps_no_changes(single: Shop) -> None:
+def test_queries_computed_by_the_coordinator_keep_no_changes(single: Shop) -> None:
     single.create("totals")
     single.db.create_stream_table("whole", QUERIES["whole"], refresh_mode="FULL", st_placement="local")
     single.db.alter_stream_table("whole", status="SUSPENDED")

@@ -84,7 +84,7 @@ def test_a_worker_is_killed_and_comes_back(shop: Shop) -> None:
     shop.goes_on()
 
 
-def test_a_placed_stream_table_waits_for_what_a_crash_left(shop: Shop) -> None:
+def test_a_distributed_stream_table_waits_for_prepared_transactions_of_a_crash(shop: Shop) -> None:
     """Its own apply may be what was left; and it reads no node whose cut would notice."""
     shop.create("local", st_placement="reference")
     with psycopg.connect(shop.cluster.superuser_dsn(2), autocommit=True) as worker:
@@ -107,7 +107,7 @@ def test_a_node_is_followed_to_another_address(shop: Shop) -> None:
     assert shop.conn.execute(known).fetchone() == (f"host=localhost port={shop.cluster.servers[2].port}",)
 
 
-def test_status_tells_of_nodes_and_what_is_captured_there(shop: Shop) -> None:
+def test_status_shows_nodes_and_what_is_captured_there(shop: Shop) -> None:
     status = "SELECT node, source, placement, shards, triggers_missing FROM pgtrickle.citus_status ORDER BY 1, 2"
     shop.create("totals", "referenced", "local")
     assert shop.conn.execute(status).fetchall() == [
@@ -139,7 +139,7 @@ def test_status_tells_of_nodes_and_what_is_captured_there(shop: Shop) -> None:
     assert finding.subject == "@node_2"
 
 
-def test_without_the_right_to_cut_all_nodes_it_says_which(shop: Shop) -> None:
+def test_a_missing_right_to_cut_all_nodes_is_named(shop: Shop) -> None:
     with psycopg.connect(shop.cluster.superuser_dsn(2), autocommit=True) as worker:
         worker.execute("REVOKE UPDATE ON pg_catalog.pg_dist_transaction FROM app")
     with pytest.raises(PrivilegeError, match="@node_2") as error:
@@ -147,7 +147,7 @@ def test_without_the_right_to_cut_all_nodes_it_says_which(shop: Shop) -> None:
     assert "GRANT UPDATE ON pg_catalog.pg_dist_transaction TO app" in str(error.value)
 
 
-def test_shards_that_visit_a_node_nobody_prepared_start_everything_over(shop: Shop) -> None:
+def test_shards_that_visit_an_unprepared_node_cause_re_initialization(shop: Shop) -> None:
     shop.create("totals", "rows", "local")
     third = (HOST, shop.cluster.servers[3].port)
     shop.cluster.add(3)
@@ -161,7 +161,7 @@ def test_shards_that_visit_a_node_nobody_prepared_start_everything_over(shop: Sh
     shop.goes_on()
 
 
-def test_what_is_wrong_with_a_node_concerns_its_readers_only(shop: Shop) -> None:
+def test_a_failing_node_affects_only_its_readers(shop: Shop) -> None:
     shop.create("totals", "local", "referenced")
     shop.cluster.servers[2].kill()
     shop.conn.execute("UPDATE loc SET name = 'meanwhile' WHERE grp = 3")

@@ -256,7 +256,7 @@ def _columnar(shop: Shop) -> None:
     ],
     ids=["a partition alone", "a columnar partition"],
 )
-def test_what_cannot_be_captured_is_refused(
+def test_tables_that_cannot_be_captured_are_refused(
     shop: Shop, prepare: Callable[[Shop], None], query: str, reason: str
 ) -> None:
     _table(shop)
@@ -265,7 +265,7 @@ def test_what_cannot_be_captured_is_refused(
         shop.db.create_stream_table("refused", query)
 
 
-def test_a_source_that_becomes_a_partition_is_not_followed_in_the_dark(events: Shop) -> None:
+def test_a_source_that_becomes_a_partition_is_noticed(events: Shop) -> None:
     events.conn.execute("CREATE TABLE ev_3 (LIKE ev INCLUDING ALL)")
     events.conn.execute("SELECT create_distributed_table('ev_3', 'tenant')")
     events.db.create_stream_table("alone", "SELECT tenant, day, id FROM ev_3", st_placement="local")
@@ -328,7 +328,7 @@ UNSEEN = {
         ("names swapped", True),
     ],
 )
-def test_what_no_trigger_sees_is_noticed(shop: Shop, case: str, distribute: bool) -> None:
+def test_changes_that_no_trigger_sees_are_noticed(shop: Shop, case: str, distribute: bool) -> None:
     _table(shop, distribute=distribute)
     shop.conn.execute("ALTER TABLE ev ADD COLUMN w int DEFAULT 3")
     if not distribute:

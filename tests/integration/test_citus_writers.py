@@ -164,7 +164,7 @@ def bank(
 
 @pytest.mark.parametrize("bank", ["workers", "one node", "all nodes"], indirect=True)
 @pytest.mark.parametrize("seconds", [6.0, pytest.param(60.0, marks=pytest.mark.long)])
-def test_no_refresh_shows_half_a_transaction(bank: Bank, seconds: float) -> None:
+def test_no_refresh_shows_a_partial_transaction(bank: Bank, seconds: float) -> None:
     with bank.busy():
         bank.over.wait(seconds)
         bank.goes_on(3)  # however busy the machine is
@@ -173,7 +173,7 @@ def test_no_refresh_shows_half_a_transaction(bank: Bank, seconds: float) -> None
 
 
 @pytest.mark.long
-def test_nor_while_shards_move_and_nodes_come_and_go(bank: Bank) -> None:
+def test_no_refresh_shows_a_partial_transaction_while_shards_and_nodes_move(bank: Bank) -> None:
     third = (HOST, bank.cluster.servers[3].port)
     with bank.busy():
         bank.goes_on()

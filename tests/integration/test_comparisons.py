@@ -94,7 +94,7 @@ def test_a_type_that_is_grouped_by_its_text(conn: psycopg.Connection[Any], db: p
 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", ["auto", "spark"])
-def test_equality_of_every_type_is_postgresqls_everywhere(
+def test_equality_of_every_type_is_that_of_postgresql_everywhere(
     conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
 ) -> None:
     """The table type by place: D for DIFFERENTIAL, F for FULL, - where PostgreSQL has no such query. With ICU: `--pg 15`."""
@@ -170,7 +170,7 @@ def test_collations_decide_what_is_equal(database: TestDatabase, conn: psycopg.C
 
 
 @pytest.mark.parametrize("placement", ["auto", "spark"])
-def test_values_keep_what_they_are_whatever_casts_a_type_has(
+def test_values_are_unchanged_whatever_casts_their_type_has(
     conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
 ) -> None:
     """A cast from text that a user defined need not read what the type prints."""

@@ -254,12 +254,12 @@ CALLS = [SCALING["statements"]["refresh_stream_table"], DATABASES["statements"][
 
 
 @pytest.mark.parametrize("name", [name for name in SCALING["statements"] if name != "refresh_stream_table"])
-def test_statements_of_the_scaling_guide_tell_what_is_true(busy: Busy, name: str) -> None:
+def test_statements_of_the_scaling_guide_return_correct_results(busy: Busy, name: str) -> None:
     for conn in (busy.live.owner, busy.live.visitor):
         CHECKS[name](busy, run(conn, SCALING["statements"][name]))
 
 
-def test_when_the_work_is_done_they_say_so(live: Live) -> None:
+def test_statements_of_the_scaling_guide_show_finished_work(live: Live) -> None:
     statements = SCALING["statements"]
     with working(live) as busy:
         (unfinished,) = [
@@ -282,7 +282,7 @@ def test_when_the_work_is_done_they_say_so(live: Live) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call["printed"])
-def test_a_refresh_that_is_asked_for_is_done(live: Live, call: dict[str, Any]) -> None:
+def test_a_requested_refresh_is_done(live: Live, call: dict[str, Any]) -> None:
     live.owner.execute("INSERT INTO other (grp) VALUES (1)")
     missing = "SELECT count(*) FROM (SELECT id FROM other EXCEPT SELECT id FROM names) AS missing"
     assert value(live.owner, missing) == 1, "its schedule is an hour"
@@ -511,7 +511,7 @@ def test_the_service_uses_settings_as_printed(tuned: Tuned, form: str, block: st
         await_use(tuned, settings)
 
 
-def test_alter_system_takes_new_names_since_17(database: TestDatabase, pg_version: ServerVersion) -> None:
+def test_alter_system_accepts_new_names_since_17(database: TestDatabase, pg_version: ServerVersion) -> None:
     (line,) = lines_of(SCALING["settings"]["tiered_scheduling"]["printed"])
     refused = pytest.raises(psycopg.errors.UndefinedObject, match="unrecognized configuration parameter")
     with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
@@ -520,7 +520,7 @@ def test_alter_system_takes_new_names_since_17(database: TestDatabase, pg_versio
         conn.execute("ALTER SYSTEM RESET ALL")
 
 
-def test_settings_that_are_taken_back_leave_the_defaults(tuned: Tuned) -> None:
+def test_resetting_settings_restores_the_defaults(tuned: Tuned) -> None:
     lines = lines_of(SCALING["settings"]["high_throughput"]["printed"])
     with by_postgresql_conf(tuned, lines):
         await_use(tuned, settings_of(lines))
@@ -544,7 +544,7 @@ def test_the_budget_holds_after_a_restart_of_the_server(tuned: Tuned) -> None:
     await_use(tuned, {})
 
 
-def test_a_comment_of_sql_is_none_in_postgresql_conf(tuned: Tuned) -> None:
+def test_a_comment_in_sql_is_not_a_comment_in_postgresql_conf(tuned: Tuned) -> None:
     tuned.configure(SCALING["settings"]["tiered_scheduling"]["printed"])
     try:
         with tuned.superuser() as conn:
@@ -570,7 +570,7 @@ def await_pool_of(conn: Connection, size: int) -> None:
     until(lambda: run(conn, SCALING["statements"]["utilization"])[0]["pool_size"] == size, f"a pool of {size}")
 
 
-def test_databases_are_switched_off_and_counted(tuned: Tuned) -> None:
+def test_databases_are_disabled_and_limited(tuned: Tuned) -> None:
     """The settings of the plan for several databases, and its view of all workers."""
     enabled, most = (DATABASES["settings"][name]["printed"] for name in ("enabled", "max_databases"))
     inventory = DATABASES["statements"]["server_worker_inventory"]
@@ -637,7 +637,7 @@ def test_an_ordinary_role_cannot_attach_settings_to_a_database(tuned: Tuned) -> 
         conn.execute(f"ALTER DATABASE {tuned.database.name} SET pg_trickle.enabled = off".encode())
 
 
-def test_a_server_that_is_to_load_the_library_does_not_start(pg_version: ServerVersion) -> None:
+def test_a_server_configured_to_load_the_library_does_not_start(pg_version: ServerVersion) -> None:
     """The one printed line that must not be taken over: there is no library."""
     name, _, library = DATABASES["settings"]["shared_preload_libraries"]["printed"].partition(" = ")
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-compatibility-"))

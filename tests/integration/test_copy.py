@@ -43,7 +43,7 @@ def copies_found(conn: Connection) -> list[str]:
     return [finding.problem for finding in find_problems(conn, 1000) if finding.check == "copy"]
 
 
-def test_a_copy_forgets_who_reads_the_original(database: TestDatabase) -> None:
+def test_a_copy_discards_the_readers_of_the_original(database: TestDatabase) -> None:
     with pgtrickle.connect(database.direct_dsn) as db:
         db.install()
         db.conn.execute("CREATE TABLE item (id int PRIMARY KEY, val int); CREATE TABLE other (id int PRIMARY KEY)")

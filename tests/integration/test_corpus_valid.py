@@ -75,7 +75,7 @@ def test_the_corpus_is_large_enough() -> None:
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_every_operator_stands_alone_and_under_and_over_the_others(operator: str) -> None:
+def test_every_operator_occurs_alone_and_below_and_above_the_others(operator: str) -> None:
     names = {query.name for query in CORPUS if query.operator == operator}
     assert {f"{operator}_{position}" for position in POSITIONS} - names == set()
 
@@ -172,7 +172,7 @@ def test_equal_tables_pass_and_our_own_columns_do_not_count(stored: psycopg.Conn
         ("ALTER TABLE stored ALTER id TYPE bigint", r"has columns \[\('id', 20\)"),
     ],
 )
-def test_a_wrong_table_is_seen(stored: psycopg.Connection, damage: str, shown: str) -> None:
+def test_a_wrong_table_is_detected(stored: psycopg.Connection, damage: str, shown: str) -> None:
     stored.execute(damage.encode())
     with pytest.raises(AssertionError, match=shown):
         assert_equal_to_query(stored, "stored", NUMBERS)
@@ -186,14 +186,14 @@ def test_float_columns_and_only_those_have_a_tolerance(stored: psycopg.Connectio
         assert_equal_to_query(stored, "stored", NUMBERS)
 
 
-def test_one_close_float_does_not_stand_for_two(stored: psycopg.Connection) -> None:
+def test_one_close_float_does_not_match_two(stored: psycopg.Connection) -> None:
     stored.execute("UPDATE stored SET f = f * (1 + 1e-12)")
     stored.execute("DELETE FROM stored WHERE ctid = (SELECT min(ctid) FROM stored WHERE id = 1)")
     with pytest.raises(AssertionError, match=r"missing \(1 rows\)"):
         assert_equal_to_query(stored, "stored", NUMBERS)
 
 
-def test_columns_compared_by_value_take_equal_for_same_and_nothing_else(stored: psycopg.Connection) -> None:
+def test_columns_compared_by_value_accept_equal_values_only(stored: psycopg.Connection) -> None:
     stored.execute("UPDATE stored SET n = 1.50 WHERE id = 1")
     assert_equal_to_query(stored, "stored", NUMBERS, by_value={"n"})
     stored.execute("UPDATE stored SET n = 1.51 WHERE id = 1")

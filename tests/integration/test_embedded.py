@@ -39,7 +39,7 @@ def fetch_value(dsn: str, query: str) -> object:
         return value
 
 
-def test_version_is_the_wanted_one(server: EmbeddedServer, pg_version: ServerVersion) -> None:
+def test_the_server_has_the_requested_version(server: EmbeddedServer, pg_version: ServerVersion) -> None:
     assert int(str(fetch_value(server.dsn(), "SHOW server_version_num"))) // 10000 == pg_version == server.version
 
 
@@ -103,7 +103,7 @@ def test_directory_too_long_for_a_socket_gets_another_one(tmp_path: Path, pg_ver
     assert not socket_dir.exists()
 
 
-def test_failed_start_tells_the_reason(tmp_path: Path, pg_version: ServerVersion) -> None:
+def test_a_failed_start_reports_the_reason(tmp_path: Path, pg_version: ServerVersion) -> None:
     broken = EmbeddedServer(tmp_path / "data", version=pg_version, settings={**QUICK, "no_such_setting": "1"})
     with pytest.raises(EmbeddedServerError, match="no_such_setting"):
         broken.start()

@@ -36,7 +36,7 @@ def ask(names: list[str], together: Barrier, answers: Queue[tuple[str, int]]) ->
         answers.put((name, account.uid))
 
 
-def test_processes_that_ask_at_once_get_the_same_account(unused_names: list[str]) -> None:
+def test_concurrent_processes_get_the_same_account(unused_names: list[str]) -> None:
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(PROCESSES)
     answers: Queue[tuple[str, int]] = context.Queue()

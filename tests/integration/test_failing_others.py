@@ -37,7 +37,7 @@ def db(database: TestDatabase, conn: psycopg.Connection) -> Iterator[pgtrickle.D
         yield db
 
 
-def test_all_that_can_be_refreshed_is_and_the_error_names_what_failed(
+def test_everything_refreshable_is_refreshed_and_the_error_names_the_failures(
     db: pgtrickle.Database, conn: psycopg.Connection, database: TestDatabase
 ) -> None:
     conn.execute("INSERT INTO numbers VALUES (1, 0)")
@@ -92,7 +92,7 @@ def test_a_level_that_fails_as_a_whole_does_not_stop_the_next(
     assert {row.name: row.status for row in db.status()}["public.quotients"] == "ERROR"  # though nobody counts it
 
 
-def test_what_spark_cannot_compute_concerns_nobody_above(
+def test_a_spark_failure_does_not_affect_other_levels(
     db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it is the only one of its level."""
@@ -112,7 +112,7 @@ def test_what_spark_cannot_compute_concerns_nobody_above(
     assert db.history("counted")[0]["action"] == "NO_DATA"
 
 
-def test_one_that_another_process_refreshes_is_left_to_it(
+def test_a_stream_table_refreshed_by_another_process_is_skipped(
     db: pgtrickle.Database, conn: psycopg.Connection, database: TestDatabase
 ) -> None:
     conn.execute("INSERT INTO names VALUES (1, 'a')")

@@ -48,7 +48,7 @@ def events(conn: Connection, name: str) -> list[tuple[str, str | None, str | Non
     return list(rows)
 
 
-def test_errors_that_do_not_pass_suspend_it(database: TestDatabase, shop: Connection) -> None:
+def test_permanent_errors_suspend_the_stream_table(database: TestDatabase, shop: Connection) -> None:
     """A limit of the server's configuration, and a right that a function of the query lacks."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
         for setting in ("temp_file_limit = '64kB'", "work_mem = '64kB'"):
@@ -79,7 +79,7 @@ def test_errors_that_do_not_pass_suspend_it(database: TestDatabase, shop: Connec
     assert "temp_file_limit" in state(shop, "sorted", "status_reason")
 
 
-def test_errors_that_pass_are_tried_again_after_growing_pauses_and_told_once(
+def test_temporary_errors_are_retried_after_growing_pauses_and_reported_once(
     database: TestDatabase, shop: Connection
 ) -> None:
     """A full disk, as far as PostgreSQL's word for it goes."""
@@ -143,7 +143,7 @@ def test_a_request_does_not_shorten_the_pause_of_one_that_failed_after_it(shop: 
     assert is_due(), "the pause is over"
 
 
-def test_a_worker_that_is_lost_puts_its_stream_tables_off(shop: Connection) -> None:
+def test_a_lost_worker_postpones_its_stream_tables(shop: Connection) -> None:
     """One whose refresh ends the connection must not do so at every tick."""
     for name in ("ended", "done", "failed", "bystander"):
         create(shop, name, "SELECT grp, count(*) AS n FROM item GROUP BY grp")

@@ -30,7 +30,7 @@ def refreshes(conn: Connection, name: str) -> int:
     return int(row[0])
 
 
-def test_a_flood_of_urgent_units_keeps_nobody_waiting(database: TestDatabase, server: EmbeddedServer) -> None:
+def test_a_flood_of_urgent_units_does_not_starve_others(database: TestDatabase, server: EmbeddedServer) -> None:
     """Groups go before single stream tables, hot ones before cold ones: for a while, not for ever."""
     with ExitStack() as stack:
         second, third = (stack.enter_context(fresh_database(server, name)) for name in ("second", "third"))

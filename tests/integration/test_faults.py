@@ -58,7 +58,7 @@ def _action(db: pgtrickle.Database, name: str) -> tuple[str, str]:
 # -- several processes -------------------------------------------------------------------------------------------------
 
 
-def test_of_two_processes_one_refreshes_and_the_other_is_told(
+def test_one_of_two_processes_refreshes_and_the_other_gets_an_error(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
     db.create_stream_table("totals", TOTALS)
@@ -94,7 +94,7 @@ def test_a_zombie_whose_claim_was_taken_over_writes_nothing(
     assert_equal_to_query(conn, "totals", TOTALS)
 
 
-def test_ctrl_c_in_the_middle_of_a_statement_gives_the_stream_table_back(
+def test_ctrl_c_during_a_statement_releases_the_claim(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
     db.create_stream_table("totals", TOTALS)
@@ -130,7 +130,7 @@ def test_a_claim_is_not_taken_over_during_the_apply(
     assert_equal_to_query(conn, "totals", TOTALS)
 
 
-def test_changes_since_the_cut_of_a_first_filling_are_kept_for_it(
+def test_changes_since_the_cut_of_an_initial_population_are_kept_for_it(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
     """Another stream table on the same source goes on meanwhile, and removes what it no longer needs."""
@@ -339,7 +339,7 @@ def test_a_table_rewritten_while_the_cut_waits_for_it(
     assert_equal_to_query(conn, "named", query)
 
 
-def test_an_expression_that_fails_only_where_the_query_does_not_come_to_it(
+def test_an_expression_that_fails_for_rows_that_the_query_does_not_reach(
     db: pgtrickle.Database, conn: Connection
 ) -> None:
     conn.execute("CREATE TABLE bin (id int PRIMARY KEY, kind text)")
@@ -385,7 +385,7 @@ def test_columns_in_use_are_neither_dropped_nor_retyped(db: pgtrickle.Database, 
     assert_equal_to_query(conn, "kept", KEPT)
 
 
-def test_a_transaction_that_met_a_rename_and_commits_late(
+def test_a_transaction_with_a_renamed_source_that_commits_late(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
     """Its rows were not captured, and the marker that says so appears long after it was written."""
@@ -461,7 +461,7 @@ def test_a_merge_that_moves_rows_between_partitions(db: pgtrickle.Database, conn
     assert_equal_to_query(conn, "per_group", query)
 
 
-def test_writes_behind_a_disabled_trigger_are_noticed(db: pgtrickle.Database, conn: Connection) -> None:
+def test_writes_during_a_disabled_trigger_are_noticed(db: pgtrickle.Database, conn: Connection) -> None:
     db.create_stream_table("kept", KEPT)
     conn.execute("ALTER TABLE item DISABLE TRIGGER USER")
     conn.execute("INSERT INTO item VALUES (100, 1, 100)")
@@ -504,7 +504,9 @@ def test_a_source_dropped_with_cascade_has_a_clear_error(db: pgtrickle.Database,
 
 
 @pytest.mark.parametrize("noticed", [False, True], ids=["before a refresh", "after one failed"])
-def test_a_new_query_mends_what_a_dropped_column_broke(noticed: bool, db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_new_query_repairs_a_stream_table_after_a_dropped_column(
+    noticed: bool, db: pgtrickle.Database, conn: Connection
+) -> None:
     conn.execute("CREATE TABLE sale (id int PRIMARY KEY, place text, val int)")
     conn.execute("INSERT INTO sale SELECT i, 'p' || i % 3, i FROM generate_series(1, 20) AS i")
     db.create_stream_table("places", "SELECT place, count(*) AS n FROM sale WHERE val > 3 GROUP BY place")
@@ -533,7 +535,7 @@ def test_a_new_query_mends_what_a_dropped_column_broke(noticed: bool, db: pgtric
 # -- costs -------------------------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_the_whole_query_where_the_changes_would_cost_more(db: pgtrickle.Database, conn: Connection) -> None:
+def test_auto_uses_the_whole_query_if_changes_would_cost_more(db: pgtrickle.Database, conn: Connection) -> None:
     db.create_stream_table("totals", TOTALS)
     conn.execute("UPDATE item SET val = val + 1")
     many = "INSERT INTO item SELECT {0} + i, i % 5, 1, NULL FROM generate_series(1, 40000) AS i"
@@ -572,7 +574,7 @@ def test_auto_takes_the_whole_query_where_the_changes_would_cost_more(db: pgtric
         "INSERT INTO kept VALUES (300, 1, 300)",
     ],
 )
-def test_a_stream_table_changed_by_hand_heals(
+def test_a_stream_table_changed_by_hand_recovers(
     by_hand: str, database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
     db.create_stream_table("kept", KEPT)

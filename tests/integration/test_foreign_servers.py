@@ -95,7 +95,7 @@ def test_changes_are_captured_in_the_database_it_points_to(pair: Pair) -> None:
     assert result.action == "NO_DATA"
 
 
-def test_a_view_over_it_and_a_column_that_is_added_there(pair: Pair) -> None:
+def test_a_view_over_a_foreign_table_and_a_column_added_in_its_database(pair: Pair) -> None:
     install_there(pair.there)
     pair.db.add_database("customers_db", pair.there.dsn)
     pair.shop.execute(
@@ -119,7 +119,7 @@ def test_a_view_over_it_and_a_column_that_is_added_there(pair: Pair) -> None:
     assert_equal_to_query(pair.shop, "names", query)
 
 
-def test_a_server_that_is_pointed_elsewhere(pair: Pair, server: EmbeddedServer) -> None:
+def test_a_foreign_server_that_points_to_another_database(pair: Pair, server: EmbeddedServer) -> None:
     install_there(pair.there)
     pair.db.add_database("first", pair.there.dsn)
     pair.db.create_stream_table("by_region", QUERY)
@@ -147,7 +147,7 @@ def test_a_server_that_is_pointed_elsewhere(pair: Pair, server: EmbeddedServer) 
         assert pair.shop.execute("SELECT count(*) FROM crm.customers").fetchone() == (10,)  # it is not ours to drop
 
 
-def test_what_cannot_be_resolved_is_polled_only_on_request(pair: Pair) -> None:
+def test_unresolved_foreign_tables_are_polled_only_on_request(pair: Pair) -> None:
     with pytest.raises(
         PgtrickleError, match=r"changes of foreign table crm.customers cannot be captured.*server crm"
     ) as told:
@@ -182,7 +182,7 @@ def test_what_cannot_be_resolved_is_polled_only_on_request(pair: Pair) -> None:
     assert_equal_to_query(pair.shop, "by_region", QUERY)
 
 
-def test_what_does_not_fit_is_refused(pair: Pair) -> None:
+def test_a_foreign_table_that_does_not_match_is_refused(pair: Pair) -> None:
     install_there(pair.there)
     pair.db.add_database("customers_db", pair.there.dsn)
     pair.shop.execute("ALTER FOREIGN TABLE crm.customers ALTER COLUMN region TYPE varchar(5)")
@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused(pair: Pair) -> None:
         pair.db.create_stream_table("both", twice)
 
 
-def test_another_database_is_told_by_hand(pair: Pair) -> None:
+def test_the_database_of_a_foreign_table_is_set_by_hand(pair: Pair) -> None:
     install_there(pair.there)
     pair.db.add_database("customers_db", pair.there.dsn)
     # Behind an address that only the server knows.

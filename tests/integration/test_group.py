@@ -83,7 +83,7 @@ def test_all_members_change_in_one_transaction(db: pgtrickle.Database, conn: Con
     assert transactions(conn) == 1
 
 
-def test_one_after_the_other_goes_on_where_the_group_ended(db: pgtrickle.Database, conn: Connection) -> None:
+def test_ordinary_refreshes_continue_where_a_group_ended(db: pgtrickle.Database, conn: Connection) -> None:
     """A frontier that a group stored is one that an ordinary refresh can start from, and the other way round."""
     attempt(db)
     for i in range(3):
@@ -95,7 +95,7 @@ def test_one_after_the_other_goes_on_where_the_group_ended(db: pgtrickle.Databas
         exact(conn)
 
 
-def test_a_member_that_fails_keeps_all_as_they_were(db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_failing_member_leaves_all_members_unchanged(db: pgtrickle.Database, conn: Connection) -> None:
     db.create_stream_table("ratio", "SELECT grp, 100 / (total - 7777) AS r, n FROM sums", initialize=False)
     attempt(db)
     exact(conn)
@@ -114,7 +114,7 @@ def test_a_member_that_fails_keeps_all_as_they_were(db: pgtrickle.Database, conn
     exact(conn)
 
 
-def test_what_a_trigger_writes_into_a_source_comes_again(db: pgtrickle.Database, conn: Connection) -> None:
+def test_rows_that_a_trigger_writes_into_a_source_are_refreshed_again(db: pgtrickle.Database, conn: Connection) -> None:
     """The transaction of a group counts as seen; a row that a user's trigger wrote in it was not."""
     conn.execute("CREATE TABLE audit (at int)")
     conn.execute(
@@ -132,7 +132,9 @@ def test_what_a_trigger_writes_into_a_source_comes_again(db: pgtrickle.Database,
         assert_equal_to_query(conn, "audited", query)
 
 
-def test_a_partition_attached_meanwhile(database: TestDatabase, db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_partition_attached_during_a_group_refresh(
+    database: TestDatabase, db: pgtrickle.Database, conn: Connection
+) -> None:
     """Neither the lock nor the snapshot of the transaction tells of it."""
     conn.execute("CREATE TABLE log (id int, grp int) PARTITION BY LIST (grp)")
     conn.execute("CREATE TABLE log_1 PARTITION OF log FOR VALUES IN (1)")
@@ -155,7 +157,7 @@ def test_a_partition_attached_meanwhile(database: TestDatabase, db: pgtrickle.Da
     assert_equal_to_query(conn, "logs", logs)
 
 
-def test_groups_by_request_are_made_listed_and_dropped(db: pgtrickle.Database, conn: Connection) -> None:
+def test_requested_groups_are_created_listed_and_dropped(db: pgtrickle.Database, conn: Connection) -> None:
     conn.execute("SELECT pgtrickle.create_refresh_group('pair', ARRAY['sums', 'tops'], 'repeatable_read')")
     listed = "SELECT group_name, isolation, members FROM pgtrickle.refresh_groups()"
     assert conn.execute(listed).fetchall() == [("pair", "repeatable_read", ["public.sums", "public.tops"])]
@@ -175,7 +177,7 @@ def test_groups_by_request_are_made_listed_and_dropped(db: pgtrickle.Database, c
         ("pair", ["last", "sums"], "repeatable_read", "stream table public.sums is in refresh group taken already"),
     ],
 )
-def test_groups_that_cannot_be(
+def test_invalid_groups_are_refused(
     db: pgtrickle.Database, conn: Connection, name: str, members: list[str], isolation: str, told: str
 ) -> None:
     conn.execute("SELECT pgtrickle.create_refresh_group('taken', ARRAY['sums', 'tops'])")
@@ -184,6 +186,6 @@ def test_groups_that_cannot_be(
     assert error.value.diag.message_primary == told
 
 
-def test_a_group_that_is_not_there_cannot_be_dropped(db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_missing_group_cannot_be_dropped(db: pgtrickle.Database, conn: Connection) -> None:
     with pytest.raises(psycopg.errors.UndefinedObject, match="there is no refresh group 'nobody'"):
         conn.execute("SELECT pgtrickle.drop_refresh_group('nobody')")

@@ -52,7 +52,7 @@ def process_of(helpers: HelperProcesses) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_corpus_read_beside_is_exact(
+def test_a_corpus_read_in_a_helper_process_is_exact(
     db: pgtrickle.Database, conn: psycopg.Connection, helpers: HelperProcesses
 ) -> None:
     print(f"seed {SEED}")
@@ -70,7 +70,7 @@ def test_a_corpus_read_beside_is_exact(
             assert_equal_to_query(conn, stored(query), query.sql, query.by_value)
 
 
-def test_a_process_that_was_killed_is_replaced(
+def test_a_killed_helper_process_is_replaced(
     db: pgtrickle.Database, conn: psycopg.Connection, helpers: HelperProcesses, items: str
 ) -> None:
     db.refresh(["items"])
@@ -83,7 +83,7 @@ def test_a_process_that_was_killed_is_replaced(
     assert_equal_to_query(conn, "items", items)
 
 
-def test_where_no_process_can_be_had_changes_are_read_here(
+def test_without_a_helper_process_changes_are_read_locally(
     db: pgtrickle.Database,
     conn: psycopg.Connection,
     helpers: HelperProcesses,
@@ -96,7 +96,7 @@ def test_where_no_process_can_be_had_changes_are_read_here(
     assert_equal_to_query(conn, "items", items)
 
 
-def test_an_error_there_is_the_same_error_here(
+def test_an_error_in_the_helper_process_is_raised_unchanged(
     db: pgtrickle.Database, conn: psycopg.Connection, helpers: HelperProcesses, items: str
 ) -> None:
     conn.execute("INSERT INTO item VALUES (5000, 1, 0)")

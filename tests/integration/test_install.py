@@ -37,7 +37,7 @@ def objects(conn: psycopg.Connection) -> set[str]:
     return {name for (name,) in rows}
 
 
-def test_install_creates_the_catalog_and_says_its_version(conn: psycopg.Connection) -> None:
+def test_install_creates_the_catalog_and_returns_its_version(conn: psycopg.Connection) -> None:
     assert installed_version(conn) is None
     assert install(conn) == latest_version() == installed_version(conn)
     assert conn.execute("SELECT pgtrickle.version()").fetchone() == (__version__,)
@@ -86,7 +86,7 @@ def test_uninstall_returns_what_only_owners_can_drop(database: TestDatabase, con
         theirs.execute(remaining[0])
 
 
-def test_uninstall_refuses_to_take_users_views_along(conn: psycopg.Connection) -> None:
+def test_uninstall_refuses_to_drop_users_views(conn: psycopg.Connection) -> None:
     install(conn)
     conn.execute("CREATE SCHEMA s; CREATE VIEW s.mine AS SELECT pgt_name FROM pgtrickle.pgt_stream_tables")
     with pytest.raises(InstallError, match=r"s\.mine"):
@@ -107,7 +107,7 @@ def test_upgrade_keeps_the_data(conn: psycopg.Connection) -> None:
     assert conn.execute("SELECT pgt_name FROM pgtrickle.pgt_status()").fetchone() == ("st",)
 
 
-def test_upgrade_keeps_captured_changes_and_goes_on_capturing(conn: psycopg.Connection) -> None:
+def test_upgrade_keeps_captured_changes_and_continues_capturing(conn: psycopg.Connection) -> None:
     """Version 2 had one table per buffer, and capture functions that know only that."""
     install(conn, target=2)
     conn.execute("CREATE TABLE t (a int, b int)")
@@ -152,7 +152,7 @@ def test_upgrade_leaves_capture_of_altered_sources_to_the_next_refresh(conn: psy
     assert conn.execute("SELECT kind FROM pgtrickle_changes.pgt_markers").fetchall() == [("SCHEMA",)]
 
 
-def test_upgrade_takes_lengths_from_buffers(conn: psycopg.Connection) -> None:
+def test_upgrade_removes_lengths_from_buffers(conn: psycopg.Connection) -> None:
     """Version 16 gave a buffer's columns the lengths and precisions of their source."""
     install(conn, target=16)
     columns = {

@@ -81,7 +81,7 @@ def test_many_rows_are_read_in_parts_and_staged(
     assert _stages(conn) == []
 
 
-def test_what_a_dead_process_staged_goes_with_the_next_large_refresh(
+def test_staging_tables_of_a_dead_process_are_dropped_by_the_next_large_refresh(
     everything_is_large: pgtrickle.Database, conn: psycopg.Connection
 ) -> None:
     db = everything_is_large
@@ -146,7 +146,7 @@ def test_large_and_small_refreshes_at_once_keep_their_settings(
         assert_equal_to_query(conn, name, defined)
 
 
-def test_owners_of_their_own_and_a_service_that_may_read_nothing(database: TestDatabase) -> None:
+def test_large_refreshes_for_other_owners_and_a_service_without_read_rights(database: TestDatabase) -> None:
     owner, service = database.create_role("owner"), database.create_role("service")
     with pgtrickle.connect(database.dsn) as db:
         db.install(service_role=service)

@@ -197,7 +197,7 @@ STORM: list[Command] = [
 
 
 @pytest.mark.long
-def test_commands_beside_writers(database: TestDatabase, settle: Callable[[], None]) -> None:
+def test_commands_concurrent_with_writers(database: TestDatabase, settle: Callable[[], None]) -> None:
     """Three sessions of random commands and two of writers: nothing hangs, no writer fails, and all is exact at the end."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}, {STORM_SECONDS:.0f} seconds")

@@ -236,12 +236,12 @@ def _refresh_under_traffic(at_cut: _AtCut, database: TestDatabase, conn: Connect
     assert {"savepoints", "prepared", "rollback", "long", "commit"} <= set(traffic.done)
 
 
-def test_nothing_is_lost_or_doubled(at_cut: _AtCut, database: TestDatabase, conn: Connection) -> None:
+def test_nothing_is_lost_or_duplicated(at_cut: _AtCut, database: TestDatabase, conn: Connection) -> None:
     _refresh_under_traffic(at_cut, database, conn, 15)
 
 
 @pytest.mark.long
-def test_nothing_is_lost_or_doubled_in_a_minute(at_cut: _AtCut, database: TestDatabase, conn: Connection) -> None:
+def test_nothing_is_lost_or_duplicated_in_a_minute(at_cut: _AtCut, database: TestDatabase, conn: Connection) -> None:
     _refresh_under_traffic(at_cut, database, conn, 60)
 
 

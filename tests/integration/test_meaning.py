@@ -64,7 +64,9 @@ def conn(database: TestDatabase) -> Iterator[psycopg.Connection[Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_query_goes_through_is_changed(database: TestDatabase, conn: psycopg.Connection[Any], case: str) -> None:
+def test_objects_that_a_query_uses_are_changed(
+    database: TestDatabase, conn: psycopg.Connection[Any], case: str
+) -> None:
     query, statement = CASES[case]
     with pgtrickle.connect(database.dsn) as db:
         db.install()
@@ -95,7 +97,7 @@ def test_a_new_label_changes_nothing(database: TestDatabase, conn: psycopg.Conne
         assert done.action == "DIFFERENTIAL"
 
 
-def test_a_key_that_a_source_loses_suspends_the_stream_table(
+def test_dropping_the_key_of_a_source_suspends_the_stream_table(
     database: TestDatabase, conn: psycopg.Connection[Any]
 ) -> None:
     """Its rows would overwrite each other. With the key back it goes on."""
@@ -121,7 +123,7 @@ def test_a_key_that_a_source_loses_suspends_the_stream_table(
     assert_equal_to_query(conn, "kept", query)
 
 
-def test_what_depends_on_the_search_path_is_refused_or_explained(
+def test_queries_that_depend_on_the_search_path_are_refused_or_explained(
     database: TestDatabase, conn: psycopg.Connection[Any]
 ) -> None:
     """A refresh runs under a path of its own, for its statements are texts that others' objects could fit better."""

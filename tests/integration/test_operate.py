@@ -146,7 +146,7 @@ def visitor(database: TestDatabase, shop: Connection) -> Iterator[Connection]:
 # The pool
 
 
-def test_the_pool_without_a_service_is_what_the_settings_say(shop: Connection) -> None:
+def test_the_pool_without_a_service_shows_the_settings(shop: Connection) -> None:
     shop.execute("SELECT pgtrickle.set('max_dynamic_refresh_workers', '7')")
     status = one(shop, "SELECT * FROM pgtrickle.worker_pool_status()")
     assert status == {"active_workers": 0, "max_workers": 7, "per_db_cap": 4, "parallel_mode": "on"}
@@ -242,7 +242,7 @@ def test_the_inventory_has_connections_of_all_databases(
 # Freshness
 
 
-def test_staleness_is_zero_where_nothing_waits(shop: Connection) -> None:
+def test_staleness_is_zero_without_pending_changes(shop: Connection) -> None:
     totals = create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     assert value(shop, "SELECT pgtrickle._staleness(%s)", [totals]) is None
     fill(shop, totals, ago="1 h")
@@ -272,7 +272,7 @@ def test_a_change_counts_from_its_capture_and_from_ticks_that_did_not_see_it(sho
     assert value(shop, staleness, [totals]) == pytest.approx(120, abs=30)
 
 
-def test_who_must_start_over_or_is_polled_is_as_old_as_its_rows(shop: Connection) -> None:
+def test_polled_and_re_initializing_stream_tables_are_as_stale_as_their_rows(shop: Connection) -> None:
     totals = create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     fill(shop, totals, ago="1 h")
     tick(shop, service(shop))
@@ -384,7 +384,7 @@ def test_the_scheduler_is_active_paused_stopped_or_disabled(database: TestDataba
     assert check(shop, "scheduler")["severity"] == check(shop, "service")["severity"] == "WARN"
 
 
-def test_all_is_well(shop: Connection, visitor: Connection) -> None:
+def test_health_checks_without_problems(shop: Connection, visitor: Connection) -> None:
     fill(shop, create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1"))
     service(shop)
     found = rows(visitor, "SELECT * FROM pgtrickle.health_check()")
@@ -393,7 +393,7 @@ def test_all_is_well(shop: Connection, visitor: Connection) -> None:
     assert all(row["detail"] for row in found)
 
 
-def test_no_service_and_requests_that_wait(shop: Connection) -> None:
+def test_waiting_requests_without_a_service(shop: Connection) -> None:
     create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     assert check(shop, "service")["severity"] == "ERROR"
     assert check(shop, "requests")["severity"] == "OK"
@@ -405,7 +405,7 @@ def test_no_service_and_requests_that_wait(shop: Connection) -> None:
     assert check(shop, "requests")["severity"] == "OK"
 
 
-def test_values_that_a_setting_cannot_take(database: TestDatabase, shop: Connection) -> None:
+def test_invalid_values_of_settings(database: TestDatabase, shop: Connection) -> None:
     shop.execute("INSERT INTO pgtrickle.pgt_settings (name, value) VALUES ('lock_timeout_ms', 'soon')")
     attach(database, "pg_trickle.tiered_scheduling = 'perhaps'")
     wrong = check(shop, "settings")
@@ -503,7 +503,7 @@ def test_triggers_that_were_off_for_a_time(shop: Connection) -> None:
     assert "changed since the last refresh" in found["detail"]
 
 
-def test_an_emergency_stop_is_told(shop: Connection) -> None:
+def test_an_emergency_stop_is_reported(shop: Connection) -> None:
     create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     shop.execute("SELECT pgtrickle.emergency_stop()")
     found = check(shop, "capture")
@@ -512,7 +512,7 @@ def test_an_emergency_stop_is_told(shop: Connection) -> None:
     assert check(shop, "capture")["severity"] == "OK"
 
 
-def test_who_holds_back_vacuum(database: TestDatabase, shop: Connection) -> None:
+def test_sessions_that_hold_back_vacuum(database: TestDatabase, shop: Connection) -> None:
     held = "SELECT holder, remedy FROM pgtrickle._vacuum_blockers('0 s')"
     with psycopg.connect(database.direct_dsn, application_name="forgotten") as other:
         assert rows(shop, held) == []  # open, but without a snapshot
@@ -561,7 +561,7 @@ def test_old_transactions_of_others_are_proved_by_frontiers(
         assert check(visitor, "held_back_xmin")["severity"] == "OK"
 
 
-def test_a_replication_slot_that_lags(database: TestDatabase, shop: Connection) -> None:
+def test_a_lagging_replication_slot(database: TestDatabase, shop: Connection) -> None:
     totals = create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
         # A temporary slot counts as used by its session, and goes with it.

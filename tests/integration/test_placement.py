@@ -102,7 +102,7 @@ def test_every_case_was_read_in_every_pass(logged: Logged) -> None:
     assert set(logged.copied) == {(label, name) for label in ("auto", "change", "whole") for name in logged.cases}
 
 
-def test_on_spark_sources_neither_join_nor_group_but_for_what_is_listed(logged: Logged) -> None:
+def test_with_placement_spark_sources_join_and_group_only_in_listed_cases(logged: Logged) -> None:
     found: dict[str, set[str]] = defaultdict(set)
     for (label, name), queries in logged.copied.items():
         if label == "auto":
@@ -115,7 +115,7 @@ def test_on_spark_sources_neither_join_nor_group_but_for_what_is_listed(logged: 
     _assert_listed(working, "spark", logged)
 
 
-def test_in_auto_changes_are_joined_and_added_up_on_spark(logged: Logged) -> None:
+def test_with_placement_auto_changes_are_joined_and_aggregated_on_spark(logged: Logged) -> None:
     shapes = {name: shape for name, query in logged.cases.items() if (shape := shape_of(query.sql)) is not None}
     assert sum("join" in shape for shape in shapes.values()) >= 6
     assert sum("sum" in shape for shape in shapes.values()) >= 6
@@ -152,7 +152,7 @@ def test_the_list_names_cases_of_the_corpus() -> None:
     assert len(AT_SOURCE["spark"]) <= MOST * len(differential)
 
 
-def test_what_counts_as_work() -> None:
+def test_operations_that_count_as_work() -> None:
     free = "SELECT x FROM (SELECT 'a JOIN b GROUP BY c' AS x FROM t UNION ALL SELECT \"JOIN\" FROM u, generate_series(1, w)) s"
     assert work_at_source(free) == set()
     assert work_at_source("SELECT a FROM t WHERE a IN (SELECT v::int[] FROM unnest('{}'::text[]) AS v)") == set()

@@ -49,7 +49,7 @@ def assert_exact(conn: psycopg.Connection[Any], name: str, query: str) -> None:
     assert sorted(stored, key=str) == sorted(wanted.fetchall(), key=str)
 
 
-def test_many_joins_are_refreshed_in_full_and_the_others_as_ever(
+def test_many_joins_are_refreshed_in_full_without_affecting_others(
     db: pgtrickle.Database, conn: psycopg.Connection
 ) -> None:
     db.create_stream_table("small", "SELECT kind, count(*) AS n FROM r0 GROUP BY kind", initialize=False)
@@ -87,7 +87,7 @@ def test_six_tables_with_a_recomputed_aggregate_are_planned_at_once(
         assert_exact(conn, f"recomputed_{mode}", RECOMPUTED)
 
 
-def test_a_plan_that_costs_too_much_at_a_refresh_concerns_its_stream_table_alone(
+def test_a_plan_over_budget_at_a_refresh_affects_only_its_stream_table(
     db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A limit that creating them did not meet, as when the release was another one."""
@@ -109,7 +109,7 @@ def test_a_plan_that_costs_too_much_at_a_refresh_concerns_its_stream_table_alone
     assert "40 operators" in db.history("auto")[0]["reason"]
 
 
-def test_groups_that_were_refreshed_in_full_are_counted_anew_before_they_are_added_to(
+def test_groups_are_counted_again_after_a_full_refresh(
     database: TestDatabase, db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     query = "SELECT kind, count(*) AS n FROM r0 GROUP BY kind"
@@ -127,7 +127,7 @@ def test_groups_that_were_refreshed_in_full_are_counted_anew_before_they_are_add
     assert_exact(conn, "counts", query)
 
 
-def test_sums_start_anew_after_refreshes_without_a_plan(
+def test_sums_are_recomputed_after_refreshes_without_a_plan(
     db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the groups added up to is only kept where there is a plan, and altering the mode must not hide that."""

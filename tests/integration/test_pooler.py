@@ -66,7 +66,7 @@ def _prepared(log: ServerLog) -> list[str]:
     return [how for application, how, _ in log.sent() if application.startswith("pgtrickle") and "_pg3_" in how]
 
 
-def test_a_pooler_is_noticed(pooled: TestDatabase) -> None:
+def test_a_pooler_is_detected(pooled: TestDatabase) -> None:
     with connect(pooled.dsn) as through, connect(pooled.direct_dsn) as direct:
         assert is_pooled(through)
         assert not is_pooled(direct)
@@ -102,7 +102,7 @@ def test_nothing_that_outlives_a_transaction_crosses_it(
         assert_equal_to_query(conn, name, query)
 
 
-def test_without_one_statements_are_prepared(pooled: TestDatabase, conn: Connection) -> None:
+def test_without_a_pooler_statements_are_prepared(pooled: TestDatabase, conn: Connection) -> None:
     with recorded(pooled) as log, pgtrickle.connect(pooled.direct_dsn) as db:
         db.install()
         db.create_stream_table("totals", QUERIES["totals"])
@@ -112,7 +112,7 @@ def test_without_one_statements_are_prepared(pooled: TestDatabase, conn: Connect
         assert _prepared(log)
 
 
-def test_one_stream_table_can_do_without(pooled: TestDatabase, conn: Connection) -> None:
+def test_one_stream_table_can_avoid_session_state(pooled: TestDatabase, conn: Connection) -> None:
     """`pooler_compatibility_mode`, on a connection that is no pooler's."""
     with recorded(pooled) as log, pgtrickle.connect(pooled.direct_dsn) as db:
         db.install()
@@ -153,7 +153,7 @@ def test_a_refresh_takes_one_server_connection_at_a_time(
         assert_equal_to_query(conn, name, query)
 
 
-def test_connections_that_are_killed_behind_it_do_no_harm(pooled: TestDatabase, conn: Connection) -> None:
+def test_server_connections_killed_behind_the_pooler_do_no_harm(pooled: TestDatabase, conn: Connection) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -185,7 +185,7 @@ def _more_refreshes(conn: Connection, number: int) -> None:
     until(lambda: conn.execute(done, (number,)).fetchone() == (True,))
 
 
-def test_settings_say_what_is_between(pooled: TestDatabase, conn: Connection) -> None:
+def test_the_pooler_mode_is_configured(pooled: TestDatabase, conn: Connection) -> None:
     """Told of a pooler in transaction mode, nobody notifies; alerts are read instead."""
     with pgtrickle.connect(pooled.dsn) as db:
         db.install()

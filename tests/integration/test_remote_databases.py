@@ -84,7 +84,7 @@ def test_the_whole_corpus_over_two_databases(database: TestDatabase, server: Emb
     assert len(accepted) > 6 * len(refused), refused
 
 
-def test_what_cannot_be_is_refused_with_the_reason(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_unsupported_queries_are_refused_with_the_reason(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     with pytest.raises(NotDifferentiableError, match=r"reads other databases.*LIMIT"):
         db.create_stream_table("few", "SELECT id FROM crm.public.customers ORDER BY id LIMIT 3")
     with pytest.raises(NotDifferentiableError, match="LIKE"):
@@ -152,7 +152,7 @@ def test_databases_are_registered_once_under_a_free_name(remote_shop: RemoteShop
     assert schemas == (0,)
 
 
-def test_only_who_may_reads_a_registered_database(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_only_authorized_roles_read_a_registered_database(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     role = remote_shop.home.create_role("analyst")
     home = remote_shop.conns["home"]
     home.execute(f"GRANT CREATE, USAGE ON SCHEMA public TO {role}; GRANT SELECT, TRIGGER ON orders TO {role}".encode())
@@ -180,7 +180,9 @@ def test_only_who_may_reads_a_registered_database(remote_shop: RemoteShop, db: p
         db.refresh("named")
 
 
-def test_a_dropped_stream_table_leaves_nothing_elsewhere(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_dropped_stream_table_leaves_nothing_in_other_databases(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
     crm = remote_shop.conns["crm"]
     triggers = "SELECT count(*) FROM pg_trigger WHERE tgrelid = 'customers'::regclass AND tgname LIKE 'pgtrickle%'"
     db.create_stream_table("named", QUERIES["named"])
@@ -200,9 +202,7 @@ def test_uninstall_leaves_nothing_of_other_databases(remote_shop: RemoteShop, db
     assert remote_shop.conns["home"].execute(left).fetchall() == []
 
 
-def test_changes_are_kept_until_all_who_read_them_have_stored_them(
-    remote_shop: RemoteShop, db: pgtrickle.Database
-) -> None:
+def test_changes_are_kept_until_all_readers_have_stored_them(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     crm = remote_shop.conns["crm"]
     waiting = "SELECT count(*) FROM pgtrickle_changes.pgt_activity"
     db.create_stream_table("named", QUERIES["named"])
@@ -221,7 +221,9 @@ def test_changes_are_kept_until_all_who_read_them_have_stored_them(
     assert crm.execute(waiting).fetchone() == (1,)
 
 
-def test_columns_elsewhere_are_renamed_added_and_dropped(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_columns_in_other_databases_are_renamed_added_and_dropped(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
     crm = remote_shop.conns["crm"]
     db.create_stream_table("named", QUERIES["named"])
     crm.execute("ALTER TABLE customers RENAME COLUMN region TO area")
@@ -245,7 +247,7 @@ def test_columns_elsewhere_are_renamed_added_and_dropped(remote_shop: RemoteShop
     assert remote_shop.conns["home"].execute("SELECT count(*) FROM named WHERE region = 'renamed'").fetchone() != (0,)
 
 
-def test_a_key_that_is_dropped_elsewhere_is_no_key_here(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_key_dropped_in_another_database_is_not_used_here(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     crm = remote_shop.conns["crm"]
     db.create_stream_table("plain", "SELECT id, region FROM crm.public.customers")
     crm.execute("ALTER TABLE customers DROP CONSTRAINT customers_pkey")
@@ -254,7 +256,9 @@ def test_a_key_that_is_dropped_elsewhere_is_no_key_here(remote_shop: RemoteShop,
         db.refresh("plain")
 
 
-def test_a_partition_elsewhere_makes_it_start_over(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_partition_in_another_database_causes_re_initialization(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
     crm = remote_shop.conns["crm"]
     crm.execute("CREATE TABLE visits (id int, day int) PARTITION BY LIST (day)")
     crm.execute("CREATE TABLE visits_1 PARTITION OF visits FOR VALUES IN (1)")
@@ -281,7 +285,7 @@ def test_a_partition_elsewhere_makes_it_start_over(remote_shop: RemoteShop, db: 
     ],
     ids=["same type", "there and back", "among others"],
 )
-def test_values_that_are_computed_anew_elsewhere(
+def test_values_recomputed_in_another_database(
     remote_shop: RemoteShop, db: pgtrickle.Database, statements: list[str]
 ) -> None:
     """No trigger tells, and no view of ours is there to keep it from happening."""
@@ -306,7 +310,7 @@ def test_values_that_are_computed_anew_elsewhere(
     assert home.execute("SELECT sum(spent) FROM bought").fetchone() == (10_100,)
 
 
-def test_types_of_their_own_must_be_the_same_in_both(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_user_defined_types_must_be_the_same_in_both(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     crm.execute("CREATE TYPE mood AS ENUM ('sad', 'happy'); CREATE DOMAIN code AS varchar(5) CHECK (value <> '')")
     crm.execute("CREATE TABLE moods (id int PRIMARY KEY, mood mood, code code, tags text[], at timestamptz)")
@@ -335,7 +339,7 @@ def _freshness(conn: psycopg.Connection[Any], name: str) -> tuple[bool, bool]:
     return row[0], row[1]
 
 
-def test_a_service_follows_other_databases(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_service_polls_other_databases(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     home, crm = remote_shop.conns["home"], remote_shop.conns["crm"]
     db.import_table("crm", "public.customers")
     # In SQL: what is named must be known, and is captured there when it is first read.

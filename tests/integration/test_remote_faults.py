@@ -39,9 +39,7 @@ def _exact(remote_shop: RemoteShop, *names: str) -> None:
     remote_shop.assert_exact(*names)
 
 
-def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(
-    remote_shop: RemoteShop, db: pgtrickle.Database
-) -> None:
+def test_stream_tables_stay_readable_while_a_server_is_lost(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     home, stock = remote_shop.conns["home"], remote_shop.databases["stock"].server
     db.create_stream_table("lines", QUERIES["lines"])
     db.create_stream_table("named", QUERIES["named"])
@@ -61,7 +59,7 @@ def test_a_lost_server_leaves_stream_tables_readable_and_comes_back(
     _exact(remote_shop, "lines", "named")
 
 
-def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(remote_shop: RemoteShop) -> None:
+def test_a_crash_between_cut_and_apply_loses_and_invents_nothing(remote_shop: RemoteShop) -> None:
     stock = remote_shop.databases["stock"].server
     crash: list[str] = []
 
@@ -97,7 +95,7 @@ def test_a_crash_between_cut_and_apply_loses_nothing_and_invents_nothing(remote_
             _exact(remote_shop, "lines")
 
 
-def test_a_server_that_was_restored_to_before_the_last_refresh(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_server_restored_to_before_the_last_refresh(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     stock = remote_shop.databases["stock"].server
     db.create_stream_table("lines", QUERIES["lines"])
     db.create_stream_table("named", QUERIES["named"])
@@ -122,7 +120,7 @@ def test_a_server_that_was_restored_to_before_the_last_refresh(remote_shop: Remo
     _exact(remote_shop, "lines")
 
 
-def test_a_connection_that_was_closed_a_moment_ago_is_not_used(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_a_recently_closed_connection_is_not_used(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     connections, dsn = db.engine.connections, remote_shop.databases["stock"].direct_dsn
     with connections.open("stock", dsn) as conn:
         pid = conn.info.backend_pid
@@ -160,9 +158,7 @@ def _replace(copy: Path, target: Path) -> None:
         os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
-def test_a_renamed_database_is_missed_by_its_name_and_found_again(
-    remote_shop: RemoteShop, db: pgtrickle.Database
-) -> None:
+def test_a_renamed_database_is_reported_and_found_again(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     crm = remote_shop.databases["crm"]
     db.create_stream_table("named", QUERIES["named"])
     remote_shop.conns["crm"].close()
@@ -185,7 +181,9 @@ def test_a_renamed_database_is_missed_by_its_name_and_found_again(
     _exact(remote_shop, "named")
 
 
-def test_another_database_in_its_place_makes_it_start_over(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_another_database_in_its_place_causes_re_initialization(
+    remote_shop: RemoteShop, db: pgtrickle.Database
+) -> None:
     crm, stock = remote_shop.conns["crm"], remote_shop.conns["stock"]
     db.create_stream_table("named", QUERIES["named"])
     # A dump restored on the other server: the same table, in another place.
@@ -212,7 +210,7 @@ def test_another_database_in_its_place_makes_it_start_over(remote_shop: RemoteSh
     assert found == [("anew",)]
 
 
-def test_no_secret_is_stored_or_told(
+def test_no_secret_is_stored_or_shown(
     remote_shop: RemoteShop, db: pgtrickle.Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stock = remote_shop.databases["stock"]
@@ -269,7 +267,7 @@ def _refused(dsn: str) -> bool:
     return False
 
 
-def test_a_service_goes_on_where_a_database_is_lost_and_when_it_is_back(
+def test_a_service_continues_while_a_database_is_lost_and_after_it_returns(
     remote_shop: RemoteShop, db: pgtrickle.Database
 ) -> None:
     home, stock = remote_shop.conns["home"], remote_shop.databases["stock"].server

@@ -58,7 +58,7 @@ def test_the_same_function_is_evaluated_where_the_rows_are(remote_shop: RemoteSh
         (None, "there is none"),
     ],
 )
-def test_another_function_is_refused(
+def test_a_different_function_is_refused(
     remote_shop: RemoteShop, db: pgtrickle.Database, there: dict[str, str | int] | None, reason: str
 ) -> None:
     create_function(remote_shop, "home")
@@ -84,7 +84,7 @@ def test_sql_asks_for_the_comparison_first(remote_shop: RemoteShop, db: pgtrickl
     assert_exact(remote_shop)
 
 
-def test_a_function_of_somebody_else_is_not_run_there(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
+def test_another_roles_function_is_not_run(remote_shop: RemoteShop, db: pgtrickle.Database) -> None:
     create_function(remote_shop, "home")
     with psycopg.connect(remote_shop.databases["crm"].superuser_dsn, autocommit=True) as admin:
         admin.execute("DO $$BEGIN CREATE ROLE mallory; EXCEPTION WHEN duplicate_object THEN NULL; END$$")
@@ -95,7 +95,7 @@ def test_a_function_of_somebody_else_is_not_run_there(remote_shop: RemoteShop, d
         db.create_stream_table("twofold", QUERY)
 
 
-def test_replaced_elsewhere_it_fails_until_it_is_the_same_again(
+def test_a_function_replaced_in_one_database_fails_until_it_is_the_same_again(
     remote_shop: RemoteShop, db: pgtrickle.Database
 ) -> None:
     create_function(remote_shop, "home", "crm")
@@ -110,7 +110,7 @@ def test_replaced_elsewhere_it_fails_until_it_is_the_same_again(
     assert_exact(remote_shop)
 
 
-def test_replaced_while_it_is_read_it_is_read_again(remote_shop: RemoteShop) -> None:
+def test_a_function_replaced_during_a_read_causes_another_read(remote_shop: RemoteShop) -> None:
     create_function(remote_shop, "home", "crm", factor=2)
     replaced: list[str] = []
 

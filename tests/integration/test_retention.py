@@ -112,7 +112,7 @@ def scans(conn: Connection) -> int:
     return int(one(conn, counted, [f"%\\_{stable_name(conn)}"]))
 
 
-def test_what_all_have_passed_is_given_back(db: Connection) -> None:
+def test_changes_that_all_readers_have_passed_are_purged(db: Connection) -> None:
     write(db)
     pass_all(db, "first")
     assert purge(db) == 0  # the second has not seen it
@@ -122,7 +122,7 @@ def test_what_all_have_passed_is_given_back(db: Connection) -> None:
     assert size(db) == 0
 
 
-def test_what_writers_left_goes_without_a_look(db: Connection) -> None:
+def test_a_table_left_by_writers_is_truncated_without_reading_it(db: Connection) -> None:
     """That nobody needs it any more is known from when they left it."""
     for _ in range(4):
         write(db)
@@ -135,7 +135,7 @@ def test_what_writers_left_goes_without_a_look(db: Connection) -> None:
         assert scans(db) == before
 
 
-def test_a_change_of_tables_that_was_rolled_back_keeps_what_is_not_seen(db: Connection) -> None:
+def test_a_rolled_back_switch_of_tables_keeps_unread_changes(db: Connection) -> None:
     """Writers have left a table all the same. What is known of an earlier change of tables says nothing about it."""
     write(db)
     pass_all(db, "first")
@@ -233,7 +233,7 @@ def test_a_cut_finds_its_changes_after_the_buffer_was_truncated(db: Connection, 
     assert sum(changes(db, frontier).values()) == ROWS + 5
 
 
-def test_a_reader_that_is_being_filled_keeps_everything(db: Connection) -> None:
+def test_a_reader_in_its_initial_population_keeps_everything(db: Connection) -> None:
     """Its cut is taken, its frontier not yet stored."""
     db.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET frontier = NULL, reinit_reason = 'test', claimed_by = gen_random_uuid()"
@@ -248,7 +248,7 @@ def test_a_reader_that_is_being_filled_keeps_everything(db: Connection) -> None:
     assert purge(db) > LARGE
 
 
-def test_a_frontier_of_another_server_counts_for_nothing(db: Connection) -> None:
+def test_a_frontier_of_another_server_is_ignored(db: Connection) -> None:
     """Its reader starts over; while it does, everything is kept."""
     moved = {"node": "1/1", "snapshot": "9999999:9999999:", "meaning": ""}
     set_frontier(db, "second", moved)
@@ -270,7 +270,7 @@ def test_an_old_snapshot_purges_nothing(db: Connection, other: Connection) -> No
     assert purge(db) > LARGE
 
 
-def test_purging_gives_up_soon_where_somebody_reads(db: Connection, other: Connection) -> None:
+def test_purging_gives_up_soon_during_reads(db: Connection, other: Connection) -> None:
     """The lock timeout is purging's own, and writers are in the other table already."""
     write(db)
     changes(other, cut(other))
@@ -284,7 +284,7 @@ def test_purging_gives_up_soon_where_somebody_reads(db: Connection, other: Conne
     assert purge(db) > 0
 
 
-def test_purging_gives_up_soon_where_the_buffer_is_being_altered(db: Connection, other: Connection) -> None:
+def test_purging_gives_up_soon_while_the_buffer_is_being_altered(db: Connection, other: Connection) -> None:
     """As when a stream table on further columns is created, in a transaction that stays open."""
     write(db)
     pass_all(db, "first", "second")
@@ -324,7 +324,7 @@ def test_new_columns_reach_both_tables(db: Connection) -> None:
     assert {name for (name,) in db.execute(left)} == {"pgt_activity", "pgt_markers"}
 
 
-def test_no_change_is_lost_or_doubled_while_tables_change(db: Connection, database: TestDatabase) -> None:
+def test_no_change_is_lost_or_duplicated_while_tables_switch(db: Connection, database: TestDatabase) -> None:
     """Writers with savepoints, rollbacks and long transactions; two readers that purge after every batch."""
     stop, errors = threading.Event(), []
 

@@ -184,7 +184,7 @@ def test_an_owners_code_cannot_reach_another_owners_table(roles: Roles, way: str
         assert conn.execute(f"SELECT count(*) FROM {name}".encode()).fetchone() == (21,)
 
 
-def test_a_service_with_a_login_of_its_own(roles: Roles) -> None:
+def test_a_service_with_a_separate_login(roles: Roles) -> None:
     """It owns nothing, neither tables nor catalog; a diamond needs the same rights as everything else."""
     alice = roles.alice
     half = f"SELECT kind, sum(amount) AS total FROM {alice}.orders WHERE id % 2 = {{}} GROUP BY kind"

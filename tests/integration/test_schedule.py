@@ -62,7 +62,9 @@ def begun(conn: Connection) -> set[str]:
     return {name for (name,) in rows}
 
 
-def test_what_has_changes_says_when_it_is_due(db: pgtrickle.Database, conn: Connection, scheduler: Scheduler) -> None:
+def test_stream_tables_with_changes_report_when_they_are_due(
+    db: pgtrickle.Database, conn: Connection, scheduler: Scheduler
+) -> None:
     assert scheduler.tick(conn, read_settings(conn)) == math.inf
     conn.execute("INSERT INTO item VALUES (1, 1)")
     due_after(conn, "totals", 40)
@@ -73,7 +75,9 @@ def test_what_has_changes_says_when_it_is_due(db: pgtrickle.Database, conn: Conn
     assert begun(conn) == set()
 
 
-def test_readers_of_what_is_due_go_along(db: pgtrickle.Database, conn: Connection, scheduler: Scheduler) -> None:
+def test_readers_of_a_due_stream_table_are_refreshed_with_it(
+    db: pgtrickle.Database, conn: Connection, scheduler: Scheduler
+) -> None:
     conn.execute("INSERT INTO item VALUES (1, 1)")
     conn.execute("INSERT INTO other VALUES (1)")
     due_after(conn, "totals", 0)
@@ -83,7 +87,7 @@ def test_readers_of_what_is_due_go_along(db: pgtrickle.Database, conn: Connectio
     assert begun(conn) == {"totals", "over"}
 
 
-def test_a_reader_with_a_long_schedule_does_not_go_along(
+def test_a_reader_with_a_long_schedule_is_not_refreshed_with_its_source(
     db: pgtrickle.Database, conn: Connection, scheduler: Scheduler
 ) -> None:
     conn.execute("INSERT INTO item VALUES (1, 1)")
@@ -127,14 +131,14 @@ def test_a_sleep_ends_early_for_a_thread_and_for_a_notification(conn: Connection
     waker.wake()  # too late, and nobody minds
 
 
-def test_a_sleep_over_a_connection_that_is_lost(conn: Connection) -> None:
+def test_a_sleep_on_a_lost_connection_ends(conn: Connection) -> None:
     with Waker() as waker, psycopg.connect(conn.info.dsn, autocommit=True) as mine:
         conn.execute("SELECT pg_terminate_backend(%s)", (mine.info.backend_pid,))
         with pytest.raises(psycopg.OperationalError):
             waker.sleep(mine, 60)
 
 
-def test_schedules_are_settled_without_looking_up_a_setting_for_each(
+def test_intervals_are_computed_with_a_single_lookup_of_the_setting(
     db: pgtrickle.Database, database: TestDatabase
 ) -> None:
     """Looked up for each stream table, it made the thousandth take five times as long to create as the first."""
@@ -147,7 +151,7 @@ def test_schedules_are_settled_without_looking_up_a_setting_for_each(
         assert admin.execute(calls).fetchone() == (1,)
 
 
-def test_who_is_refreshed_with_others_is_not_slow_for_it(db: pgtrickle.Database, conn: Connection) -> None:
+def test_a_stream_table_refreshed_with_others_does_not_count_as_slow(db: pgtrickle.Database, conn: Connection) -> None:
     """By the time that all took together each would count as slow, and from then on be refreshed alone."""
     names = [f"many_{i}" for i in range(12)]
     for i, name in enumerate(names):

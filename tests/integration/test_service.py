@@ -55,7 +55,7 @@ def state(conn: Connection, name: str) -> tuple[str, str | None]:
     return row[0], row[1]
 
 
-def test_a_setting_that_changes_while_a_scheduler_connects_holds(
+def test_a_setting_changed_while_a_scheduler_connects_takes_effect(
     database: TestDatabase, shop: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A session keeps the settings it began with: it may have those of a moment before the scheduler looked."""
@@ -120,7 +120,7 @@ def test_a_change_reaches_the_end_of_a_chain(database: TestDatabase, shop: Conne
 
 
 @pytest.mark.direct("groups are refreshed level by level behind one")
-def test_readers_of_a_diamond_never_see_half_of_a_change(database: TestDatabase, shop: Connection) -> None:
+def test_readers_of_a_diamond_never_see_a_partial_change(database: TestDatabase, shop: Connection) -> None:
     half = "SELECT grp, sum(val) AS total FROM item WHERE id % 2 = {} GROUP BY grp"
     create(shop, "even", half.format(0))
     create(shop, "odd", half.format(1))
@@ -161,7 +161,7 @@ def test_readers_of_a_diamond_never_see_half_of_a_change(database: TestDatabase,
 
 
 @pytest.mark.direct("groups are refreshed level by level behind one")
-def test_readers_of_a_group_by_request_never_see_half_of_a_transfer(database: TestDatabase, shop: Connection) -> None:
+def test_readers_of_a_requested_group_never_see_a_partial_transfer(database: TestDatabase, shop: Connection) -> None:
     """Two tables that have nothing in common but the transactions that write both."""
     balances = "SELECT count(*) AS n, sum(amount) AS total FROM {}"
     for name, table in (("here", "account_1"), ("there", "account_2")):
@@ -194,7 +194,7 @@ def test_readers_of_a_group_by_request_never_see_half_of_a_transfer(database: Te
     assert {here + there for here, there in seen} == {10_000}
 
 
-def test_a_stream_table_that_fails_is_suspended_and_the_others_go_on(database: TestDatabase, shop: Connection) -> None:
+def test_a_failing_stream_table_is_suspended_and_the_others_continue(database: TestDatabase, shop: Connection) -> None:
     with (
         running_service(database.dsn, database.name),
         psycopg.connect(database.direct_dsn, autocommit=True) as listener,
@@ -221,7 +221,7 @@ def test_a_stream_table_that_fails_is_suspended_and_the_others_go_on(database: T
         assert_equal_to_query(shop, "broken", "SELECT id, 1 / (val - 1000) AS x FROM item")
 
 
-def test_a_locked_source_holds_up_only_those_that_read_it(database: TestDatabase, shop: Connection) -> None:
+def test_a_locked_source_delays_only_its_readers(database: TestDatabase, shop: Connection) -> None:
     shop.execute("CREATE TABLE other (id int PRIMARY KEY)")
     with running_service(database.dsn, database.name):
         create(shop, "totals", TOTALS)
@@ -289,7 +289,7 @@ def test_an_attached_partition_is_noticed_without_a_change(database: TestDatabas
         assert_equal_to_query(shop, "days", query)
 
 
-def test_what_follows_the_time_is_refreshed_on_schedule(database: TestDatabase, shop: Connection) -> None:
+def test_time_dependent_queries_are_refreshed_on_schedule(database: TestDatabase, shop: Connection) -> None:
     with running_service(database.dsn, database.name):
         create(shop, "clock", "SELECT max(id) AS id, now() AS at FROM item", refresh_mode="FULL")
         until(lambda: value(shop, "SELECT at FROM clock") is not None)
@@ -298,7 +298,7 @@ def test_what_follows_the_time_is_refreshed_on_schedule(database: TestDatabase, 
 
 
 @pytest.mark.direct("PgBouncer's connections keep the settings that they began with")
-def test_settings_are_read_anew_and_wrong_ones_are_told(database: TestDatabase, shop: Connection) -> None:
+def test_settings_are_reloaded_and_invalid_ones_logged(database: TestDatabase, shop: Connection) -> None:
     with running_service(database.dsn, database.name) as service:
         shop.execute("SELECT pgtrickle.set('max_dynamic_refresh_workers', '7')")
         until(lambda: service.pool.size == 7)
@@ -323,9 +323,7 @@ def test_settings_are_read_anew_and_wrong_ones_are_told(database: TestDatabase, 
         fresh(shop, "totals")
 
 
-def test_a_scheduler_that_crashes_again_and_again_is_told_in_the_database(
-    database: TestDatabase, shop: Connection
-) -> None:
+def test_a_scheduler_that_keeps_crashing_is_reported_in_the_database(database: TestDatabase, shop: Connection) -> None:
     # Between two attempts no service looks after it; during one there is a service, in trouble.
     health = (
         "SELECT string_agg(detail, '; ') FROM pgtrickle.health_check() WHERE check_name IN ('service', 'scheduler')"

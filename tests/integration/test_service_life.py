@@ -95,7 +95,7 @@ def errors_naming(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
     return [record.getMessage() for record in caplog.records if getattr(record, "database", None) == name]
 
 
-def test_a_catalog_or_database_that_is_removed_is_told_in_one_line(
+def test_a_removed_catalog_or_database_is_logged_in_one_line(
     database: TestDatabase, server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "pgtrickle")
@@ -162,7 +162,7 @@ def test_a_drained_database_can_be_copied_and_renamed(server: EmbeddedServer) ->
             assert service.launchers[0].databases[database.name].served
 
 
-def test_a_connection_in_use_at_the_end_is_closed_when_it_is_given_back(database: TestDatabase) -> None:
+def test_a_connection_in_use_at_the_end_is_closed_when_it_is_released(database: TestDatabase) -> None:
     """A look at another database may still run when the service has stopped."""
     prepare(database.dsn)
     connections = Connections()

@@ -7,7 +7,7 @@ import signal
 from pgtrickle.spark.session import spark_session
 
 
-def test_spark_leaves_ctrl_c_to_whoever_had_it() -> None:
+def test_spark_keeps_the_existing_ctrl_c_handler() -> None:
     spark_session()
     handler = signal.getsignal(signal.SIGINT)
     assert not (getattr(handler, "__module__", None) or "").startswith("pyspark")

@@ -133,7 +133,7 @@ def test_members_come_and_go(shop: Tenants, db: pgtrickle.Database) -> None:
     assert shop.names[0] not in next(iter(db.database_sets())).members
 
 
-def test_a_lost_member_is_waited_for_or_kept(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_a_lost_member_is_waited_for_or_its_rows_are_kept(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     create(db, *QUERIES)
     db.alter_stream_table("totals", lost_members="keep")
@@ -157,7 +157,7 @@ def test_a_lost_member_is_waited_for_or_kept(shop: Tenants, db: pgtrickle.Databa
     shop.assert_exact(*QUERIES)
 
 
-def test_what_does_not_fit_does_not_join_and_is_told(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_a_database_that_does_not_match_does_not_join_and_is_reported(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     create(db, "rows", "totals")
     other, without = shop.create(4), shop.create(5)
@@ -178,7 +178,7 @@ def test_what_does_not_fit_does_not_join_and_is_told(shop: Tenants, db: pgtrickl
     shop.assert_exact("rows", "totals", of=[*shop.names[:4], without])
 
 
-def test_what_is_altered_in_a_quiet_member_is_noticed(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_alterations_of_an_idle_member_are_noticed(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     create(db, "rows", "totals")
     quiet = shop.names[3]
@@ -230,7 +230,7 @@ def test_a_member_that_leaves_during_a_refresh_is_taken_out(shop: Tenants) -> No
         shop.assert_exact("totals", of=shop.names[1:])
 
 
-def test_a_database_that_is_read_already_becomes_a_member(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_a_registered_database_becomes_a_member(shop: Tenants, db: pgtrickle.Database) -> None:
     *others, late = shop.names
     for name in shop.names:
         db.add_database(name, shop.dsn(name))
@@ -246,7 +246,7 @@ def test_a_database_that_is_read_already_becomes_a_member(shop: Tenants, db: pgt
         assert {row[0] for row in found} == {late, "own"}
 
 
-def test_the_service_reads_who_joins(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_the_service_reads_new_members(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     create(db, "totals")
     new = shop.create(4)
@@ -257,7 +257,7 @@ def test_the_service_reads_who_joins(shop: Tenants, db: pgtrickle.Database) -> N
     shop.assert_exact("totals")
 
 
-def test_a_new_member_that_is_lost_at_once_is_left_out_by_who_keeps(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_a_new_member_that_is_lost_at_once_is_skipped_with_keep(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     create(db, "rows", "totals")
     db.alter_stream_table("totals", lost_members="keep")
@@ -274,9 +274,7 @@ def test_a_new_member_that_is_lost_at_once_is_left_out_by_who_keeps(shop: Tenant
     shop.assert_exact("rows", "totals")
 
 
-def test_an_expression_that_fails_for_a_change_reads_the_resting_members_too(
-    shop: Tenants, db: pgtrickle.Database
-) -> None:
+def test_an_expression_that_fails_for_a_change_also_reads_idle_members(shop: Tenants, db: pgtrickle.Database) -> None:
     register(shop, db)
     query = "SELECT pgt_database, id, 100 / customer AS part FROM tenants.public.orders WHERE customer > 0"
     db.create_stream_table("parts", query)
@@ -288,7 +286,7 @@ def test_an_expression_that_fails_for_a_change_reads_the_resting_members_too(
         assert conn.execute("SELECT count(*) FROM parts WHERE id = 900").fetchone() == (0,)
 
 
-def test_who_may_use_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickle.Database) -> None:
+def test_roles_of_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickle.Database) -> None:
     role = shop.home.create_role("analyst")
     with psycopg.connect(shop.home.direct_dsn, autocommit=True) as conn:
         conn.execute(f"GRANT CREATE, USAGE ON SCHEMA public TO {role}".encode())

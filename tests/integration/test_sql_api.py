@@ -89,7 +89,7 @@ def roles(database: TestDatabase, conn: Connection) -> Iterator[Roles]:
         yield Roles(database, installer, alice, bob, service)
 
 
-def test_creation_makes_view_table_guard_and_capture(shop: Connection) -> None:
+def test_creation_creates_view_table_guard_and_capture(shop: Connection) -> None:
     pgt_id = create(
         shop, "totals", "SELECT customer, sum(amount) AS total, min(note) AS n FROM orders GROUP BY customer",
         schedule="30s", key_columns=["customer"],
@@ -159,7 +159,7 @@ KEYS: list[tuple[str, list[str] | None]] = [
 ]
 
 
-def test_sql_finds_keys_that_are_beyond_doubt(database: TestDatabase, shop: Connection) -> None:
+def test_sql_finds_unambiguous_keys(database: TestDatabase, shop: Connection) -> None:
     found = {}
     with pgtrickle.connect(database.direct_dsn) as python:
         python.conn.execute("SET search_path = shop")
@@ -171,7 +171,7 @@ def test_sql_finds_keys_that_are_beyond_doubt(database: TestDatabase, shop: Conn
     assert found == dict(KEYS)
 
 
-def test_a_query_that_is_replaced_keeps_the_key_that_was_found(shop: Connection) -> None:
+def test_a_replaced_query_keeps_the_key_that_was_found(shop: Connection) -> None:
     replace = "SELECT pgtrickle.create_or_replace_stream_table('found', %s)"
     for query in ("SELECT id, note FROM orders", "SELECT id, note FROM orders WHERE id > 1"):
         shop.execute(replace, (query,))
@@ -180,7 +180,7 @@ def test_a_query_that_is_replaced_keeps_the_key_that_was_found(shop: Connection)
         shop.execute(replace, ("SELECT id + 0 AS id, note FROM orders",))
 
 
-def test_all_columns_of_a_stream_table_are_without_its_row_ids(database: TestDatabase, shop: Connection) -> None:
+def test_selecting_all_columns_of_a_stream_table_excludes_its_row_ids(database: TestDatabase, shop: Connection) -> None:
     create(shop, "notes", "SELECT note, amount FROM orders", initialize=False)
     id_ = create(shop, "stacked", "SELECT * FROM notes WHERE amount > 1 ; ", initialize=False)
     columns = (
@@ -203,7 +203,7 @@ def test_all_columns_of_a_stream_table_are_without_its_row_ids(database: TestDat
     shop.execute("SELECT FROM orders")
 
 
-def test_what_is_unfit_or_costly_is_said_at_creation(
+def test_unsuitable_or_costly_queries_are_reported_at_creation(
     database: TestDatabase, shop: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(psycopg.errors.InvalidTableDefinition, match="the query returns no columns"):
@@ -277,7 +277,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "query", "sqlstate", "message"), REFUSED.values(), ids=list(REFUSED))
-def test_refused_and_nothing_left(shop: Connection, name: str, query: str, sqlstate: str, message: str) -> None:
+def test_refused_creations_leave_nothing_behind(
+    shop: Connection, name: str, query: str, sqlstate: str, message: str
+) -> None:
     shop.execute(
         "CREATE VIEW rolls AS SELECT random() AS r; CREATE SEQUENCE numbers; CREATE TEMP TABLE temporary (a int)"
     )
@@ -452,7 +454,7 @@ def test_an_exported_definition_creates_the_same(shop: Connection) -> None:
     assert one(shop, described) == before
 
 
-def test_a_drop_that_comes_second_names_the_stream_table(shop: Connection) -> None:
+def test_the_second_of_two_drops_names_the_stream_table(shop: Connection) -> None:
     pgt_id = create(shop, "x", "SELECT id FROM orders", initialize=False)
     shop.execute("SELECT pgtrickle.drop_stream_table('x')")
     # Its name was looked up before the other transaction committed.
@@ -525,7 +527,7 @@ def test_status_history_staleness(shop: Connection) -> None:
     assert one(shop, "SELECT last_action, last_status FROM pgtrickle.pgt_status()") == ("FULL", "COMPLETED")
 
 
-def test_settings_come_from_the_nearest_place(shop: Connection, database: TestDatabase) -> None:
+def test_settings_come_from_the_most_specific_origin(shop: Connection, database: TestDatabase) -> None:
     value = "SELECT pgtrickle._setting('placement')"
     assert one(shop, value) == ("auto",)
     shop.execute("SELECT pgtrickle.set('pg_trickle.placement', 'spark')")
@@ -551,7 +553,7 @@ def test_stable_hash_is_the_same_everywhere(shop: Connection) -> None:
 STABLE_HASHES = ("ce92a8fe6cbe98f9", "9fb1b765a7ea466d")
 
 
-def test_what_a_query_depends_on_is_told(shop: Connection) -> None:
+def test_the_dependencies_of_a_query_are_listed(shop: Connection) -> None:
     queries = {
         "SELECT now() AS t, id FROM orders": True,
         "SELECT id FROM orders WHERE CURRENT_DATE > '2020-01-01'": True,
@@ -640,7 +642,7 @@ def test_the_service_repairs_capture_with_the_owners_rights(roles: Roles) -> Non
     assert roles.service.execute(f"SELECT c1 FROM {buffer}").fetchall() == [(3,)]
 
 
-def test_owners_are_strangers_to_each_other(roles: Roles) -> None:
+def test_owners_have_no_rights_on_each_others_stream_tables(roles: Roles) -> None:
     mine = create(roles.alice, "st", "SELECT a FROM t")
     roles.alice.execute("GRANT USAGE ON SCHEMA alice TO PUBLIC")
     for statement in (
@@ -689,7 +691,7 @@ def test_rights_on_another_owners_table(roles: Roles) -> None:
     assert "may not read column a of alice.t" in problem
 
 
-def test_widening_another_owners_table_keeps_the_others_going(roles: Roles) -> None:
+def test_adding_columns_to_another_owners_capture_does_not_affect_the_others(roles: Roles) -> None:
     """Whoever has TRIGGER but no right to write cannot LOCK the table; the signature of the others must not change."""
     create(roles.alice, "st", "SELECT a FROM t")
     roles.alice.execute(
@@ -762,7 +764,7 @@ def test_members_of_the_owning_role_act_for_it(roles: Roles) -> None:
     roles.bob.execute("SELECT pgtrickle.drop_stream_table('alice.st')")
 
 
-def test_two_who_create_at_the_same_time(roles: Roles) -> None:
+def test_two_concurrent_creations(roles: Roles) -> None:
     errors: list[psycopg.Error] = []
     with psycopg.connect(roles.database.direct_dsn_as(roles.alice.info.user), autocommit=True) as second:
         second.execute("SET search_path = alice")
@@ -783,7 +785,7 @@ def test_two_who_create_at_the_same_time(roles: Roles) -> None:
     assert one(roles.alice, "SELECT count(*) FROM pgtrickle.pgt_stream_tables") == (10,)
 
 
-def test_who_creates_on_the_same_source_waits_for_the_other(roles: Roles) -> None:
+def test_creations_on_the_same_source_wait_for_each_other(roles: Roles) -> None:
     create(roles.alice, "first", "SELECT a FROM t")
     errors: list[psycopg.Error] = []
     with psycopg.connect(roles.database.direct_dsn_as(roles.alice.info.user), autocommit=True) as second:

@@ -110,7 +110,7 @@ def _check(conn: Connection, lacking: list[Writer], ticks: list[datetime]) -> No
         assert known_at >= earlier[-1] - (before - earlier[-1]) / (SPACING - 1)
 
 
-def test_a_chain_lacks_what_its_beginning_lacked(database: TestDatabase, conn: Connection) -> None:
+def test_a_chain_is_as_stale_as_its_first_stream_table_was(database: TestDatabase, conn: Connection) -> None:
     """A refresh of the first stream table brings the second one changes that are older than that refresh."""
     known = "SELECT known_at, own_at FROM pgtrickle._freshness(ARRAY[pgtrickle._require_id(%s)])"
     with pgtrickle.connect(database.dsn) as db:

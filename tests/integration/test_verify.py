@@ -60,7 +60,7 @@ def by_hand(database: TestDatabase) -> Iterator[psycopg.Connection[Any]]:
         yield superuser
 
 
-def test_what_is_right_is_equal(db: pgtrickle.Database, conn: psycopg.Connection) -> None:
+def test_correct_stream_tables_are_equal(db: pgtrickle.Database, conn: psycopg.Connection) -> None:
     for name, query in QUERIES.items():
         db.create_stream_table(name, query)
     conn.execute("UPDATE sale SET amount = amount + 1, weight = weight * 1.1 WHERE id % 5 = 0")
@@ -75,7 +75,7 @@ def test_what_is_right_is_equal(db: pgtrickle.Database, conn: psycopg.Connection
     ) == {("equal", True)}
 
 
-def test_rows_changed_lost_and_doubled_by_hand_are_found(
+def test_rows_changed_deleted_and_duplicated_by_hand_are_found(
     db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
 ) -> None:
     for name in ("keyed", "keyless", "documents"):
@@ -107,9 +107,7 @@ def test_rows_changed_lost_and_doubled_by_hand_are_found(
     assert all(found.equal for found in db.verify(["keyed", "keyless", "documents"]))
 
 
-def test_a_change_that_was_lost_is_found(
-    db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
-) -> None:
+def test_a_lost_change_is_found(db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection) -> None:
     db.create_stream_table("summed", QUERIES["summed"])
     conn.execute("UPDATE sale SET amount = amount + 1 WHERE id = 1")
     (buffers,) = by_hand.execute(
@@ -162,7 +160,7 @@ def test_floats_may_differ_in_their_last_digits(db: pgtrickle.Database, by_hand:
     assert (found.equal, found.missing, found.unexpected) == (False, 1, 1)
 
 
-def test_equal_is_what_postgresql_takes_for_equal(
+def test_equality_is_that_of_postgresql(
     db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
 ) -> None:
     conn.execute("CREATE TABLE n (id int PRIMARY KEY, x numeric); INSERT INTO n VALUES (1, 1.0), (2, 2)")
@@ -171,7 +169,7 @@ def test_equal_is_what_postgresql_takes_for_equal(
     assert db.verify("numbers")[0].equal
 
 
-def test_a_difference_that_the_query_leaves_open_is_no_alarm(
+def test_a_difference_that_the_query_allows_is_not_reported(
     db: pgtrickle.Database, conn: psycopg.Connection, by_hand: psycopg.Connection
 ) -> None:
     conn.execute("CREATE VIEW kinds AS SELECT kind, array_agg(id) AS ids FROM sale GROUP BY kind")
@@ -183,7 +181,7 @@ def test_a_difference_that_the_query_leaves_open_is_no_alarm(
     assert conn.execute("SELECT FROM pgtrickle.events() WHERE event = 'verification_failed'").fetchall() == []
 
 
-def test_what_reads_other_databases_is_not_compared_and_says_so(remote_shop: RemoteShop) -> None:
+def test_stream_tables_over_other_databases_are_not_compared(remote_shop: RemoteShop) -> None:
     with pgtrickle.connect(remote_shop.home.dsn) as db:
         db.create_stream_table("across", next(iter(REMOTE_QUERIES.values())), initialize=False)
         (found,) = db.verify("across")
@@ -250,7 +248,7 @@ def test_a_service_compares_in_rotation(
     assert not [one for one in find_problems(conn, 300) if one.check == "difference"]
 
 
-def test_a_comparison_that_was_rolled_back_is_made_again(
+def test_a_rolled_back_comparison_is_repeated(
     db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     db.create_stream_table("keyed", QUERIES["keyed"])
@@ -308,7 +306,7 @@ def test_requests_to_compare_are_served_once(db: pgtrickle.Database, database: T
     assert db.conn.execute(asked, (request,)).fetchone() == ("public.keyed", "DONE", None)
 
 
-def test_only_the_owner_asks_to_compare(db: pgtrickle.Database, database: TestDatabase) -> None:
+def test_only_the_owner_requests_a_comparison(db: pgtrickle.Database, database: TestDatabase) -> None:
     db.create_stream_table("keyed", QUERIES["keyed"])
     other = database.create_role("other")
     db.conn.execute(f"GRANT SELECT ON keyed TO {other}".encode())
@@ -319,7 +317,7 @@ def test_only_the_owner_asks_to_compare(db: pgtrickle.Database, database: TestDa
         theirs.execute("SELECT pgtrickle.verify('keyed')")
 
 
-def test_one_with_a_long_schedule_is_not_refreshed_to_be_compared(
+def test_a_stream_table_with_a_long_schedule_is_not_refreshed_for_a_comparison(
     db: pgtrickle.Database, conn: psycopg.Connection
 ) -> None:
     db.create_stream_table("keyed", QUERIES["keyed"], schedule="1h")

@@ -178,7 +178,7 @@ def test_another_address_than_loopback_needs_a_certificate(address: str, tmp_pat
     assert "broker_certificate and broker_key" in (refused.value.hint or "")
 
 
-def test_with_a_certificate_any_address_is_taken(pair: Pair, tmp_path: Path) -> None:
+def test_with_a_certificate_any_address_is_accepted(pair: Pair, tmp_path: Path) -> None:
     file = tmp_path / "pgtrickle.toml"
     file.write_text(
         f'[service]\nbroker = "10.0.0.5:7432"\nbroker_certificate = "{pair.certificate}"\nbroker_key = "{pair.key}"\n'
@@ -190,7 +190,7 @@ def test_with_a_certificate_any_address_is_taken(pair: Pair, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:0", "127.8.9.10:7432", "localhost:0", "[::1]:7432"])
-def test_loopback_needs_none(address: str) -> None:
+def test_loopback_needs_no_certificate(address: str) -> None:
     assert BrokerConfig(address).certificate is None
 
 
@@ -202,7 +202,7 @@ def test_an_address_that_nobody_can_connect_to_is_refused(address: str) -> None:
         BrokerConfig(address)
 
 
-def test_files_that_do_not_fit_are_refused_at_start(pair: Pair, tmp_path: Path) -> None:
+def test_mismatched_files_are_refused_at_start(pair: Pair, tmp_path: Path) -> None:
     other = make_pair(tmp_path / "other", "127.0.0.1")
     missing, text = tmp_path / "missing.pem", tmp_path / "text.pem"
     text.write_text("no certificate", encoding="utf-8")

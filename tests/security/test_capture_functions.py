@@ -25,7 +25,7 @@ def test_a_capture_function_is_not_attached_to_another_table(roles: Roles) -> No
         )
 
 
-def test_who_may_create_triggers_still_may_after_others(roles: Roles) -> None:
+def test_a_second_role_with_trigger_privilege_can_have_more_columns_captured(roles: Roles) -> None:
     """A second role with TRIGGER on the table, and no right to write to it, has more of its columns captured."""
     alice, bob = roles.alice, roles.bob
     roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")

@@ -95,7 +95,7 @@ def tell(conn: psycopg.Connection[Any], database: str, definition: dict[str, Any
     )
 
 
-def test_an_owner_does_not_say_whose_changes_are_read_on_a_node(on_cluster: ClusterRoles) -> None:
+def test_an_owner_cannot_decide_whose_changes_are_read_on_a_node(on_cluster: ClusterRoles) -> None:
     alice, mallory = on_cluster.alice, on_cluster.mallory
     for owner in (alice, mallory):
         on_cluster.sql(owner, create_in_sql(owner))

@@ -102,7 +102,7 @@ def test_a_planted_view_does_not_stop_a_repair(roles: Roles, query: str) -> None
     assert_exact(roles, name, query)
 
 
-def test_what_a_dropped_table_leaves_does_not_stop_the_creation_of_others(roles: Roles, query: str) -> None:
+def test_leftovers_of_a_dropped_table_do_not_stop_the_creation_of_others(roles: Roles, query: str) -> None:
     """Mallory drops the table of her stream table by hand, while another view depends on its query view."""
     mallory = roles.mallory
     name = roles.create(mallory, "gone", f"SELECT id, v FROM {mallory}.src")

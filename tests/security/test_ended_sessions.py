@@ -14,7 +14,7 @@ from tests.support.service import until
 pytestmark = pytest.mark.pgversions
 
 
-def test_the_last_words_may_come_between_two_statements(roles: Roles) -> None:
+def test_a_session_may_end_between_two_statements(roles: Roles) -> None:
     trap = roles.create(roles.mallory, "trap", f"SELECT id, v FROM {roles.mallory}.src")
     with (
         closing(psycopg.connect(roles.database.direct_dsn)) as conn,

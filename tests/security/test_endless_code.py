@@ -23,7 +23,7 @@ BEGIN
 END $$"""
 
 
-def test_code_that_traps_its_cancellation_is_ended(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_ignores_its_cancellation_is_terminated(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fence, "READ_SECONDS", 3.0)
     alice, mallory = roles.alice, roles.mallory
     roles.sql(mallory, STUBBORN.format(m=mallory))

@@ -54,7 +54,7 @@ def _prepare_member(database: TestDatabase, owner: str) -> None:
         db.install()
 
 
-def test_a_statement_to_a_registered_database_does_not_wait_for_ever(
+def test_a_statement_to_a_registered_database_does_not_wait_forever(
     roles: Roles, member: TestDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "REMOTE_LOCK_TIMEOUT", "200ms")

@@ -78,7 +78,7 @@ def test_the_oldest_connection_makes_room_for_a_new_one(service: Service, dial: 
             assert b"200 OK" in client.recv(1000)
 
 
-def test_slow_clients_keep_nobody_from_an_answer(service: Service, dial: Callable[[int], socket.socket]) -> None:
+def test_slow_clients_do_not_block_others(service: Service, dial: Callable[[int], socket.socket]) -> None:
     with serving(service, Limits(connections=16, silence=NEVER, seconds=NEVER)) as port:
         for _ in range(40):
             dial(port)
@@ -87,7 +87,7 @@ def test_slow_clients_keep_nobody_from_an_answer(service: Service, dial: Callabl
             assert is_healthy(port)
 
 
-def test_silent_clients_give_their_places_back(service: Service, dial: Callable[[int], socket.socket]) -> None:
+def test_connections_of_silent_clients_are_closed(service: Service, dial: Callable[[int], socket.socket]) -> None:
     with serving(service, Limits(connections=4, silence=0.5, seconds=NEVER)) as port:
         held = [dial(port) for _ in range(4)]
         held[0].sendall(b"GET /healthz HTTP/1.0\r\nX-Half: ")
@@ -95,7 +95,9 @@ def test_silent_clients_give_their_places_back(service: Service, dial: Callable[
         until(lambda: is_healthy(port), "an answer")
 
 
-def test_a_client_that_sends_a_byte_at_a_time_is_ended(service: Service, dial: Callable[[int], socket.socket]) -> None:
+def test_a_client_that_sends_a_byte_at_a_time_is_disconnected(
+    service: Service, dial: Callable[[int], socket.socket]
+) -> None:
     """Each byte ends a silence, so only the limit of the whole connection helps."""
     with serving(service, Limits(connections=1, silence=NEVER, seconds=1.0)) as port:
         slow = dial(port)

@@ -9,7 +9,7 @@ import pytest
 from pgtrickle.observability.logs import log_to_stderr
 
 
-def test_nobodys_name_looks_like_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_cannot_forge_log_lines(capsys: pytest.CaptureFixture[str]) -> None:
     forged = "2026-11-18 00:00:00 error the service was stopped"
     logger = logging.getLogger("pgtrickle")
     former = logger.handlers[:], logger.level, logger.propagate

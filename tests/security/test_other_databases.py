@@ -47,7 +47,7 @@ def assert_reads_no_more(crm: Registered, name: str) -> None:
     assert "may not read" in (found.status_reason or "")
 
 
-def test_a_role_that_is_taken_out_of_a_set_reads_its_members_no_more(crm: Registered) -> None:
+def test_a_role_removed_from_a_set_can_no_longer_read_its_members(crm: Registered) -> None:
     roles, alice, mallory = crm.roles, crm.roles.alice, crm.roles.mallory
     with roles.service() as db:
         db.add_database_set("tenants", ["crm"], roles=[mallory])
@@ -59,7 +59,7 @@ def test_a_role_that_is_taken_out_of_a_set_reads_its_members_no_more(crm: Regist
     assert_reads_no_more(crm, name)
 
 
-def test_the_users_of_a_removed_set_read_its_members_no_more(crm: Registered) -> None:
+def test_roles_of_a_removed_set_can_no_longer_read_its_members(crm: Registered) -> None:
     roles, alice, mallory = crm.roles, crm.roles.alice, crm.roles.mallory
     with roles.service() as db:
         db.add_database_set("tenants", pattern="cr*", roles=[mallory])
@@ -123,7 +123,9 @@ def reads_foreign_table(crm: Registered, table: str) -> str:
     return f"{mallory}.st"
 
 
-def test_a_foreign_table_stands_for_nothing_that_its_owner_may_not_use(crm: Registered, foreign_table: str) -> None:
+def test_a_foreign_table_cannot_stand_for_a_table_that_its_owner_may_not_use(
+    crm: Registered, foreign_table: str
+) -> None:
     with crm.roles.service() as db, pytest.raises(PrivilegeError, match="may not read tables of the registered"):
         db.resolve_foreign_table(foreign_table, "crm")
     crm.allow(crm.roles.mallory)
@@ -134,9 +136,7 @@ def test_a_foreign_table_stands_for_nothing_that_its_owner_may_not_use(crm: Regi
     assert_reads_no_more(crm, name)
 
 
-def test_a_foreign_table_that_is_pointed_elsewhere_is_followed_to_imported_tables_only(
-    crm: Registered, foreign_table: str
-) -> None:
+def test_a_redirected_foreign_table_is_followed_to_imported_tables_only(crm: Registered, foreign_table: str) -> None:
     roles, alice, mallory = crm.roles, crm.roles.alice, crm.roles.mallory
     crm.allow(mallory)
     with roles.service() as db:
@@ -205,7 +205,7 @@ def test_operators_and_types_are_the_same_in_a_registered_database(crm: Register
     crm.assert_powerless()
 
 
-def test_what_was_trusted_at_creation_is_compared_again_at_every_refresh(crm: Registered) -> None:
+def test_objects_trusted_at_creation_are_compared_again_at_every_refresh(crm: Registered) -> None:
     roles, mallory = crm.roles, crm.roles.mallory
     crm.allow(mallory)
     with roles.service() as db:
@@ -227,7 +227,7 @@ def test_what_was_trusted_at_creation_is_compared_again_at_every_refresh(crm: Re
     crm.assert_powerless()
 
 
-def test_an_extension_of_a_stranger_is_not_trusted(crm: Registered) -> None:
+def test_an_extension_of_an_untrusted_role_is_not_trusted(crm: Registered) -> None:
     """Its objects are a superuser's, and its owner can drop them and create others in their place."""
     roles, mallory = crm.roles, crm.roles.mallory
     with psycopg.connect(crm.database.superuser_dsn, autocommit=True) as conn:
@@ -247,7 +247,7 @@ def test_an_extension_of_a_stranger_is_not_trusted(crm: Registered) -> None:
     crm.assert_powerless()
 
 
-def test_a_reader_whose_name_needs_quotes_knows_strangers(crm: Registered) -> None:
+def test_untrusted_owners_are_recognized_if_the_readers_name_needs_quotes(crm: Registered) -> None:
     name = f"Reader {crm.database.name}"
     with psycopg.connect(crm.database.superuser_dsn, autocommit=True) as conn:
         conn.execute(f'CREATE ROLE "{name}"'.encode())
@@ -265,7 +265,7 @@ def test_a_reader_whose_name_needs_quotes_knows_strangers(crm: Registered) -> No
 
 
 @pytest.mark.parametrize("direction", ["e AS text", "text AS e"])
-def test_a_table_whose_type_has_a_cast_of_a_stranger_is_not_read(crm: Registered, direction: str) -> None:
+def test_a_table_whose_type_has_a_cast_of_an_untrusted_role_is_not_read(crm: Registered, direction: str) -> None:
     """Values are printed with a cast to text; keys that a join looks for are read with a cast from text."""
     mallory = crm.roles.mallory
     source, _, target = (f"{mallory}.e" if part == "e" else part for part in direction.partition(" AS "))

@@ -92,7 +92,7 @@ def test_functions_in_public_do_not_shadow_those_of_postgresql(roles: Roles) -> 
         other.roles.assert_powerless()
 
 
-def test_a_brokers_token_of_one_database_gives_nothing_of_another(roles: Roles) -> None:
+def test_a_brokers_token_of_one_database_is_useless_for_another(roles: Roles) -> None:
     with crm(roles) as other, fresh_database(roles.database.server, "mallorys") as own:
         with psycopg.connect(own.superuser_dsn, autocommit=True) as conn:
             conn.execute(f"ALTER DATABASE {own.name} OWNER TO {roles.mallory}".encode())

@@ -100,7 +100,7 @@ def test_an_owners_function_is_not_replaced_in_the_middle_of_a_change(roles: Rol
     roles.assert_powerless()
 
 
-def test_a_deferred_foreign_key_runs_no_cast_when_who_refreshes_commits(roles: Roles) -> None:
+def test_a_deferred_foreign_key_runs_no_cast_when_a_refresh_commits(roles: Roles) -> None:
     mallory = roles.mallory
     roles.sql(
         mallory,
@@ -158,7 +158,7 @@ def test_nothing_is_planted_while_a_role_creates_a_stream_table(roles: Roles) ->
     roles.refresh(name)
 
 
-def test_tidying_up_locks_no_table_of_another_role(roles: Roles) -> None:
+def test_clean_up_locks_no_table_of_another_role(roles: Roles) -> None:
     alice, mallory = roles.alice, roles.mallory
     name = roles.create(alice, "mine", f"SELECT id, amount FROM {alice}.orders")
     roles.sql(alice, f"DROP TABLE {name}")
@@ -170,7 +170,7 @@ def test_tidying_up_locks_no_table_of_another_role(roles: Roles) -> None:
         assert db.conn.execute("SELECT count(*) FROM pgtrickle.pgt_change_tracking").fetchone() == (0,)
 
 
-def test_a_setting_of_a_session_moves_no_schedule_of_others(roles: Roles) -> None:
+def test_a_session_setting_does_not_change_schedules_of_others(roles: Roles) -> None:
     alice, mallory = roles.alice, roles.mallory
     roles.create(alice, "mine", f"SELECT id, amount FROM {alice}.orders")
     roles.create(mallory, "hers", f"SELECT id, v FROM {mallory}.src")
@@ -183,7 +183,7 @@ def test_a_setting_of_a_session_moves_no_schedule_of_others(roles: Roles) -> Non
     assert roles.value(alice, every) == before
 
 
-def test_there_is_no_cycle_by_way_of_replaced_views(roles: Roles) -> None:
+def test_replaced_views_cannot_form_a_cycle(roles: Roles) -> None:
     mallory = roles.mallory
     for view in ("va", "vb"):
         roles.sql(mallory, f"CREATE VIEW {mallory}.{view} AS SELECT id, v FROM {mallory}.src")
@@ -241,7 +241,7 @@ def test_a_former_owner_has_no_right_on_the_state_of_groups(roles: Roles) -> Non
     assert roles.attempt(alice, f"SELECT * FROM pgtrickle_views.state_{id_}") is not None
 
 
-def test_who_may_read_a_table_keeps_nobody_from_having_it_captured(roles: Roles) -> None:
+def test_a_reader_of_a_table_cannot_prevent_its_capture(roles: Roles) -> None:
     alice, mallory = roles.alice, roles.mallory
     roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")
     roles.sql(alice, f"GRANT SELECT ON {alice}.orders TO {mallory}")
@@ -263,7 +263,7 @@ def test_the_mode_of_one_stream_table_is_not_that_of_others(roles: Roles) -> Non
         assert is_pooled(db.conn) == (roles.database.pooler is not None)
 
 
-def test_queries_that_unfold_without_end_are_not_unfolded(roles: Roles) -> None:
+def test_exponentially_nested_views_are_not_expanded(roles: Roles) -> None:
     """Each reads the one before it twice. PostgreSQL computes each once; a plan of ours would double with every one."""
     mallory = roles.mallory
     parts = [f"c0 AS (SELECT id, v FROM {mallory}.src)"]
@@ -273,7 +273,7 @@ def test_queries_that_unfold_without_end_are_not_unfolded(roles: Roles) -> None:
         assert "unfold to more than" in str(db.stream_table(name).mode_reason)
 
 
-def test_a_suspended_reader_does_not_keep_changes_for_ever(roles: Roles) -> None:
+def test_a_suspended_reader_does_not_keep_changes_forever(roles: Roles) -> None:
     alice = roles.alice
     roles.sql(roles.app, "SELECT pgtrickle.set('max_buffer_rows', '10000')")
     query = f"SELECT id, amount FROM {alice}.orders"

@@ -123,7 +123,7 @@ def test_the_right_to_read_changes_ends_with_the_right_to_read_the_table(roles: 
 
 
 @pytest.mark.parametrize("mode", ["AUTO", "FULL"])
-def test_row_level_security_that_comes_later_suspends_the_stream_table(roles: Roles, mode: str) -> None:
+def test_row_level_security_enabled_later_suspends_the_stream_table(roles: Roles, mode: str) -> None:
     """Before any row is read."""
     alice, bob = roles.alice, roles.bob
     roles.sql(alice, f"GRANT SELECT, TRIGGER ON {alice}.orders TO {bob}")
@@ -147,7 +147,7 @@ def test_row_level_security_that_comes_later_suspends_the_stream_table(roles: Ro
     assert roles.value(roles.app, "SELECT status FROM pgtrickle.pgt_stream_tables") == "SUSPENDED"
 
 
-def test_forced_row_level_security_that_comes_later_suspends_the_owners_own(roles: Roles) -> None:
+def test_row_level_security_forced_later_suspends_the_owners_own_stream_table(roles: Roles) -> None:
     alice = roles.alice
     name = roles.create(alice, "mine", f"SELECT id, kind FROM {alice}.orders")
     roles.refresh(name)
@@ -246,7 +246,7 @@ def failing(roles: Roles) -> str:
     return name
 
 
-def test_messages_and_queries_are_for_the_owner_and_the_administrator(roles: Roles, failing: str) -> None:
+def test_only_the_owner_and_administrators_see_messages_and_queries(roles: Roles, failing: str) -> None:
     with pytest.raises((psycopg.Error, PgtrickleError)):
         roles.refresh(failing)
     for stranger in (roles.mallory, roles.bob):
@@ -341,7 +341,7 @@ def test_a_password_is_not_stored(roles: Roles) -> None:
         assert roles.value(roles.app, "SELECT dsn FROM pgtrickle.pgt_databases") == dsn
 
 
-def test_strangers_do_not_see_the_addresses_of_cluster_nodes(roles: Roles) -> None:
+def test_other_roles_do_not_see_the_addresses_of_cluster_nodes(roles: Roles) -> None:
     roles.sql(
         roles.app,
         "INSERT INTO pgtrickle.pgt_databases (name, dsn, node, registered_by, citus_group)"

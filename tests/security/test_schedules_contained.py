@@ -93,7 +93,7 @@ def follows(conn: Connection, number: int) -> None:
 
 
 @pytest.mark.pgversions
-def test_create_and_alter_refuse_it_with_its_value(shop: Connection) -> None:
+def test_create_and_alter_refuse_an_invalid_option_and_quote_it(shop: Connection) -> None:
     create(shop, "good", TOTALS)
     statements = (
         "SELECT pgtrickle.create_stream_table('bad', 'SELECT 1 AS one', %s)",
@@ -109,7 +109,7 @@ def test_create_and_alter_refuse_it_with_its_value(shop: Connection) -> None:
 
 
 @pytest.mark.pgversions
-def test_what_means_something_is_taken(shop: Connection) -> None:
+def test_valid_options_are_accepted(shop: Connection) -> None:
     create(shop, "good", TOTALS)
     for schedule, seconds in (
         ("3650d", 3650 * 86400),
@@ -128,7 +128,7 @@ def test_what_means_something_is_taken(shop: Connection) -> None:
 
 
 @pytest.mark.parametrize("schedule", GARBAGE.values(), ids=GARBAGE)
-def test_the_service_refuses_it_with_an_error_of_its_own(schedule: str) -> None:
+def test_the_service_refuses_an_invalid_schedule_with_its_own_error(schedule: str) -> None:
     with pytest.raises(ScheduleError, match=r"^schedule") as refused:
         next_time(schedule, "UTC", datetime.now(UTC))
     assert len(str(refused.value)) < 2000
@@ -140,7 +140,7 @@ def test_a_recorded_time_zone_is_refused_the_same_way(timezone: str) -> None:
         next_time("@daily", timezone, datetime.now(UTC))
 
 
-def test_a_time_zone_that_is_none_does_not_end_the_scheduler(database: TestDatabase, shop: Connection) -> None:
+def test_an_invalid_time_zone_does_not_end_the_scheduler(database: TestDatabase, shop: Connection) -> None:
     create(shop, "good", TOTALS)
     create(shop, "bad", ROWS)
     write(database, "bad", b"schedule", GARBAGE["above the time zones"])
@@ -153,7 +153,7 @@ def test_a_time_zone_that_is_none_does_not_end_the_scheduler(database: TestDatab
 
 
 @pytest.mark.pgversions
-def test_a_schedule_that_means_nothing_stops_its_stream_table_only(database: TestDatabase, shop: Connection) -> None:
+def test_an_invalid_schedule_stops_only_its_stream_table(database: TestDatabase, shop: Connection) -> None:
     create(shop, "good", TOTALS)
     for name, schedule in GARBAGE.items():
         create(shop, f'"{name}"', ROWS)
@@ -189,9 +189,7 @@ def test_a_schedule_that_means_nothing_stops_its_stream_table_only(database: Tes
         assert watched.scheduler.failure is None
 
 
-def test_session_settings_that_mean_nothing_stop_their_stream_table_only(
-    database: TestDatabase, shop: Connection
-) -> None:
+def test_invalid_session_settings_stop_only_their_stream_table(database: TestDatabase, shop: Connection) -> None:
     shop.execute("SELECT pgtrickle.set('pg_trickle.max_consecutive_errors', '1')")
     create(shop, "good", TOTALS)
     for name, settings in SETTINGS.items():

@@ -102,7 +102,7 @@ def test_analyze_runs_no_function_of_a_range_type(roles: Roles) -> None:
     roles.assert_powerless()
 
 
-def test_the_id_of_a_dropped_stream_table_is_not_given_again(roles: Roles) -> None:
+def test_the_id_of_a_dropped_stream_table_is_not_reused(roles: Roles) -> None:
     a, m = roles.alice, roles.mallory
     roles.sql(
         a, f"CREATE TABLE {a}.people (id int, note text)", f"INSERT INTO {a}.people VALUES (1, 'SSN 123-45-6789')"
@@ -123,7 +123,7 @@ def test_the_id_of_a_dropped_stream_table_is_not_given_again(roles: Roles) -> No
 
 
 @pytest.mark.parametrize("storage", [None, 0, 1259])
-def test_nobody_registers_what_is_not_theirs(roles: Roles, storage: int | None) -> None:
+def test_a_role_cannot_register_objects_of_others(roles: Roles, storage: int | None) -> None:
     a, m = roles.alice, roles.mallory
     mine = roles.create(a, "mine", f"SELECT id, kind FROM {a}.orders")
     (view,) = roles.rows(
@@ -135,7 +135,7 @@ def test_nobody_registers_what_is_not_theirs(roles: Roles, storage: int | None) 
     assert "may not register" in refusal
 
 
-def test_default_privileges_open_nothing(roles: Roles) -> None:
+def test_default_privileges_of_owners_grant_nothing(roles: Roles) -> None:
     a, m = roles.alice, roles.mallory
     roles.sql(a, f"ALTER DEFAULT PRIVILEGES GRANT EXECUTE ON FUNCTIONS TO {m}")
     roles.sql(roles.app, f"ALTER DEFAULT PRIVILEGES GRANT ALL ON TABLES TO {m}")
@@ -153,7 +153,7 @@ def test_default_privileges_open_nothing(roles: Roles) -> None:
     assert roles.rows(m, f"SELECT * FROM {m}.loot") == []
 
 
-def test_default_privileges_of_whoever_installs_open_nothing(server: EmbeddedServer) -> None:
+def test_default_privileges_of_the_installing_role_grant_nothing(server: EmbeddedServer) -> None:
     with fresh_database(server, "defaults") as database:
         mallory = database.create_role("mallory")
         with psycopg.connect(database.direct_dsn, autocommit=True) as conn:
@@ -244,7 +244,7 @@ def test_the_message_of_a_job_is_shown_to_those_who_may_see_all_of_it(roles: Rol
 
 
 @pytest.mark.parametrize("name", ["q_{next}", "state_{next}", "new_{mine}", "extra"])
-def test_nothing_else_is_created_beside_a_stream_table(roles: Roles, name: str) -> None:
+def test_nothing_else_is_created_together_with_a_stream_table(roles: Roles, name: str) -> None:
     a, m = roles.alice, roles.mallory
     mine = roles.create(a, "mine", f"SELECT id, kind FROM {a}.orders")
     planted = name.format(next=roles.id_of(mine) + 1, mine=roles.id_of(mine))
@@ -314,7 +314,7 @@ def test_printing_a_value_runs_no_cast_of_its_type(roles: Roles) -> None:
     assert roles.rows(a, f"SELECT id, e FROM {mine} ORDER BY 1") == [(1, "a"), (2, "a"), (3, None)]
 
 
-def test_a_function_that_fits_better_is_not_called(roles: Roles) -> None:
+def test_a_better_matching_function_is_not_called(roles: Roles) -> None:
     a, m = roles.alice, roles.mallory
     with psycopg.connect(roles.database.superuser_dsn, autocommit=True) as conn:
         conn.execute("CREATE SCHEMA lib; GRANT USAGE, CREATE ON SCHEMA lib TO PUBLIC")
@@ -376,7 +376,7 @@ def test_a_replaced_rule_reads_no_more_than_its_owner_may(roles: Roles) -> None:
     assert roles.rows(m, f"SELECT * FROM {trap} WHERE id = 901") == []
 
 
-def test_who_alters_and_waits_keeps_others_waiting_for_a_bound_time(roles: Roles) -> None:
+def test_an_alter_that_waits_blocks_others_for_a_limited_time(roles: Roles) -> None:
     a, m = roles.alice, roles.mallory
     mine = roles.create(a, "mine", f"SELECT id, kind FROM {a}.orders")
     trap = roles.create(m, "trap", f"SELECT id, v FROM {m}.src")
@@ -432,7 +432,7 @@ def test_a_merge_cannot_be_hidden_by_a_comment(roles: Roles) -> None:
         assert_equal_to_query(conn, mine, query)
 
 
-def test_a_failure_to_capture_is_its_owners(roles: Roles) -> None:
+def test_a_capture_failure_affects_only_its_owner(roles: Roles) -> None:
     a, m = roles.alice, roles.mallory
     mine = roles.create(a, "mine", f"SELECT id, kind FROM {a}.orders")
     trap = roles.create(m, "trap", f"SELECT id, v FROM {m}.src")

@@ -222,7 +222,7 @@ DEPUTIES = {
 
 
 @pytest.mark.parametrize("action", DEPUTIES)
-def test_an_owners_code_is_not_taken_for_an_administrator(roles: Roles, action: str) -> None:
+def test_an_owners_code_does_not_count_as_an_administrator(roles: Roles, action: str) -> None:
     call, undone = DEPUTIES[action]
     name = create_hostile_table(roles, f"BEGIN PERFORM {call}; EXCEPTION WHEN insufficient_privilege THEN NULL; END;")
     roles.assert_withstands(name, rounds=1)

@@ -100,7 +100,7 @@ def check_private(places: list[Path], base: Path) -> Path:
     return private
 
 
-def test_files_are_private_and_go_with_the_session(tmp_path: Path) -> None:
+def test_files_are_private_and_removed_with_the_session(tmp_path: Path) -> None:
     base = tmp_path / "temporary"
     base.mkdir(mode=0o755)
     with child({"TMPDIR": str(base)}) as process:

@@ -10,7 +10,7 @@ from pgtrickle.spark.session import spark_session
 RPC_REQUEST = 3  # a message's type in Spark's network protocol
 
 
-def test_spark_takes_no_message_from_strangers() -> None:
+def test_spark_accepts_no_messages_without_authentication() -> None:
     """Without authentication it deserializes the objects that are sent to it, which can run any code."""
     port = int(spark_session().sparkContext.getConf().get("spark.driver.port", ""))
     body = bytes(20)

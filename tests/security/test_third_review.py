@@ -33,7 +33,7 @@ def test_the_negator_of_an_operator_does_not_run_as_the_service(roles: Roles) ->
     roles.assert_powerless()
 
 
-def test_an_operator_that_fits_better_does_not_run_as_the_service(roles: Roles) -> None:
+def test_a_better_matching_operator_does_not_run_as_the_service(roles: Roles) -> None:
     m = roles.mallory
     roles.sql(
         m,
@@ -63,7 +63,7 @@ def _change_and_refresh(roles: Roles, name: str, change: str) -> None:
     worker.close()
 
 
-def test_a_large_refresh_leaves_spark_to_others_and_is_ended(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_refresh_does_not_block_spark_and_is_terminated(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mallory's code sleeps on the executors and traps its cancellation; alice's stream table is refreshed meanwhile."""
     alice, m = roles.alice, roles.mallory
     monkeypatch.setattr(large, "STATEMENT_SECONDS", 2.0)
@@ -106,7 +106,7 @@ def test_a_large_refresh_leaves_spark_to_others_and_is_ended(roles: Roles, monke
     ) == [("SUSPENDED", "its code continued after it was canceled")]
 
 
-def test_a_frozen_reader_does_not_keep_the_changes_of_others(roles: Roles) -> None:
+def test_a_frozen_stream_table_does_not_keep_changes_of_others(roles: Roles) -> None:
     alice, m = roles.alice, roles.mallory
     roles.sql(alice, f"GRANT SELECT ON {alice}.orders TO {m}")
     mine = roles.create(alice, "mine", f"SELECT id, kind FROM {alice}.orders")
@@ -140,7 +140,7 @@ def test_a_frozen_reader_does_not_keep_the_changes_of_others(roles: Roles) -> No
     )
 
 
-def test_one_that_cannot_be_refreshed_does_not_keep_others_from_being_verified(roles: Roles) -> None:
+def test_a_failing_stream_table_does_not_prevent_verification_of_others(roles: Roles) -> None:
     bob, m = roles.bob, roles.mallory
     roles.sql(
         m,

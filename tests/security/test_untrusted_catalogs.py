@@ -70,7 +70,7 @@ def not_served(launcher: Launcher, name: str) -> str:
 
 
 @pytest.mark.parametrize("way", ["search_path", "view"])
-def test_the_service_runs_no_code_of_a_database_that_it_looks_at(roles: Roles, way: str) -> None:
+def test_the_service_runs_no_code_of_a_database_that_it_examines(roles: Roles, way: str) -> None:
     service = roles.database.create_role("svc")
     with own_database(roles, "mallorys") as own:
         own.sql(roles.mallory, _EVIL)
@@ -141,7 +141,7 @@ def test_installing_does_not_trust_the_search_path(roles: Roles) -> None:
 
 
 @pytest.mark.parametrize("way", ["search_path", "view"])
-def test_tune_runs_no_code_of_a_database_that_it_looks_at(roles: Roles, way: str) -> None:
+def test_tune_runs_no_code_of_a_database_that_it_examines(roles: Roles, way: str) -> None:
     with own_database(roles, "tuned") as own:
         own.sql(
             roles.mallory,

@@ -132,7 +132,7 @@ def test_a_program_gives_the_change_of_its_query(case: Case) -> None:
 
 
 @given(cases())
-def test_a_key_tells_rows_apart(case: Case) -> None:
+def test_a_key_identifies_rows(case: Case) -> None:
     plan, new_column, types_of = bind_query(case.query, TABLES)
     for form in (plan, normalise(plan, new_column, types_of)):
         key = key_of(form)

@@ -34,12 +34,12 @@ def test_a_file_that_others_can_write_is_not_used(archive: Path, mode: int) -> N
     assert archive_options("17") == ()
 
 
-def test_nor_one_in_a_directory_that_others_can_write(archive: Path) -> None:
+def test_a_file_in_a_directory_that_others_can_write_is_not_used(archive: Path) -> None:
     archive.parent.chmod(0o770)
     assert archive_options("17") == ()
 
 
-def test_nor_a_link(archive: Path) -> None:
+def test_a_link_is_not_used(archive: Path) -> None:
     archive.rename(archive.with_name("elsewhere"))
     archive.symlink_to(archive.with_name("elsewhere"))
     assert archive_options("17") == ()

@@ -24,7 +24,7 @@ def test_a_semi_join_names_a_nondeterministic_collation_on_the_other_side(compar
     assert compile_fragment(marked, ()).text.count(" COLLATE shop.nocase") == 1
 
 
-def test_so_does_the_change_of_a_semi_join() -> None:
+def test_the_change_of_a_semi_join_names_a_nondeterministic_collation() -> None:
     flip = node_of(Flip, plan_query(EXISTS.format("w = nocase"), TABLES).change)
     # The mark now, the mark before, and which rows are affected.
     assert compile_fragment(flip, ()).text.count(" COLLATE shop.nocase") == 3

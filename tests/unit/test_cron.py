@@ -27,6 +27,6 @@ def test_next_time(schedule: str, timezone: str, after: str, expected: str) -> N
 
 
 @pytest.mark.parametrize("schedule", ["CRON_TZ=Moon/Base * * * * *", "61 * * * *", "0 0 30 2 *"])
-def test_a_schedule_that_means_nothing_says_so(schedule: str) -> None:
+def test_an_invalid_schedule_is_an_error(schedule: str) -> None:
     with pytest.raises(ScheduleError, match="schedule"):
         next_time(schedule, "UTC", datetime.now(UTC))

@@ -42,7 +42,7 @@ def test_every_class_of_sqlstate_has_its_kind() -> None:
     assert set(_STATES) <= STATES
 
 
-def test_these_states_are_tried_again_and_no_others() -> None:
+def test_only_these_sqlstates_are_retried() -> None:
     assert {state for state in STATES if is_retried(kind_of_state(state))} == {
         # connections, shutdowns, a server that became a standby, too many connections, a process that stood still
         *("08000", "08001", "08003", "08004", "08006", "08007", "08P01"),
@@ -118,7 +118,7 @@ def test_kinds_of_errors(error: Exception, kind: Kind) -> None:
     assert kind_of(error) is kind
 
 
-def test_who_waits_is_told_of_what_does_not_pass_by_itself() -> None:
+def test_waiting_callers_get_permanent_errors() -> None:
     waiting = {kind for kind in Kind if not answers_requests(kind)}
     assert waiting == {Kind.LOCK, Kind.SERIALIZATION, Kind.CONNECTION, Kind.SOURCE}
 

@@ -88,7 +88,7 @@ def random_arrivals(chance: random.Random, databases: int, owners: int) -> list[
 
 
 @pytest.mark.parametrize("_", range(10))
-def test_what_has_lost_its_patience_waits_for_one_round_of_the_others(_: int) -> None:
+def test_a_task_without_patience_waits_for_one_round_of_the_others(_: int) -> None:
     seed = random.randrange(1_000_000)
     print("seed", seed)
     chance = random.Random(seed)

@@ -23,7 +23,7 @@ def test_a_frontier_survives_the_catalog() -> None:
     assert Frontier.from_json(None) is None
 
 
-def test_what_cancels_out_is_gone_and_null_is_a_value() -> None:
+def test_rows_that_cancel_out_are_removed_and_null_is_a_value() -> None:
     table = pa.table({"a": ["x", "x", None, None, "y"], "w": pa.array([1, -1, 1, 1, -1], pa.int64())})
     rows = {row["a"]: row["w"] for row in consolidate(table).to_pylist()}
     assert rows == {None: 2, "y": -1}

@@ -48,19 +48,19 @@ def test_a_long_chain_and_a_ladder_of_diamonds() -> None:
     assert len(DependencyGraph.of(ladder, {0: ["a"]}).groups[0]) == 121
 
 
-def test_groups_by_request_bring_along_what_they_read() -> None:
+def test_requested_groups_include_what_their_members_read() -> None:
     upstream = {2: [1], 3: [2], 6: [5]}
     tables = {1: ["a"], 4: ["b"], 5: ["c"], 7: ["c"], 8: ["c"]}
     graph = DependencyGraph.of(upstream, tables, {3: "one", 4: "one", 6: "other", 7: "other"})
     assert set(graph.groups.values()) == {frozenset({1, 2, 3, 4}), frozenset({5, 6, 7})}
 
 
-def test_a_cycle_that_slipped_into_the_catalog_does_not_go_on_for_ever() -> None:
+def test_a_cycle_in_the_catalog_does_not_loop_forever() -> None:
     graph = DependencyGraph.of({1: [2], 2: [3], 3: [1], 5: [4]}, {4: ["a"], 5: ["a"]})
     assert set(graph.groups.values()) == {frozenset({4, 5})}
 
 
-def test_a_group_is_of_one_owner() -> None:
+def test_a_group_has_one_owner() -> None:
     """Its members fail together: what one owner's code breaks is not another's."""
     graph = DependencyGraph.of({3: [1, 2]}, {1: ["a"], 2: ["a"]}, owners={1: 10, 2: 10, 3: 20})
     assert set(graph.groups.get(1, frozenset({1}))) == {1}

@@ -26,10 +26,10 @@ CLOSED = (
 
 
 @pytest.mark.parametrize(("query", "part"), OPEN.items())
-def test_what_is_left_open_is_named(query: str, part: str) -> None:
+def test_undetermined_results_are_named(query: str, part: str) -> None:
     assert nondeterministic_part(query) == part
 
 
 @pytest.mark.parametrize("query", CLOSED)
-def test_what_rows_determine_is_not_open(query: str) -> None:
+def test_results_determined_by_rows_are_not_named(query: str) -> None:
     assert nondeterministic_part(query) is None

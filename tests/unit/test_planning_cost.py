@@ -52,7 +52,7 @@ def test_every_choice_of_changed_tables_is_planned_within_the_budget(text: str, 
                 check_job(change_job(program, change, "spark" if placement == "spark" else "auto"))
 
 
-def test_what_is_shared_stays_shared() -> None:
+def test_shared_parts_of_a_plan_stay_shared() -> None:
     program = plan_query(recomputed(6), TABLES)
     assert program.change is not None
     budget = Budget()
@@ -61,7 +61,7 @@ def test_what_is_shared_stays_shared() -> None:
     assert budget.made < 1000
 
 
-def test_a_limit_that_is_passed_ends_planning_with_its_reason() -> None:
+def test_exceeding_a_limit_ends_planning_with_the_reason() -> None:
     with planning_within(Budget(operators=50)), pytest.raises(OverBudget, match="more than 50 operators"):
         plan_query(recomputed(6), TABLES)
     with planning_within(Budget(seconds=0)), pytest.raises(OverBudget, match="more than 0 seconds"):

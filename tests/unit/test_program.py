@@ -33,7 +33,7 @@ def nodes(plan: Plan) -> list[Plan]:
         ("SELECT id FROM shop.orders UNION ALL SELECT id FROM shop.customers", None),
     ],
 )
-def test_the_key_is_what_tells_rows_apart(query: str, key: tuple[str, ...] | None) -> None:
+def test_the_key_identifies_rows(query: str, key: tuple[str, ...] | None) -> None:
     assert plan_query(query).key == key
 
 
@@ -51,7 +51,7 @@ def test_the_key_is_what_tells_rows_apart(query: str, key: tuple[str, ...] | Non
         ("SELECT o.id, z.n FROM shop.orders o JOIN LATERAL (SELECT o.id AS n) z ON (true)", "LATERAL"),
     ],
 )
-def test_what_is_not_maintained_says_why_and_where(query: str, reason: str) -> None:
+def test_unsupported_queries_name_the_reason_and_the_part(query: str, reason: str) -> None:
     with pytest.raises(Unsupported) as caught:
         plan_query(query)
     assert reason in caught.value.reason
@@ -96,13 +96,13 @@ def test_a_join_reads_left_at_the_cut_and_right_at_the_frontier() -> None:
     assert [node.column.name for node in bounded] == ["id", "customer"]
 
 
-def test_an_outer_join_watches_rows_that_win_or_lose_their_partner() -> None:
+def test_an_outer_join_follows_rows_that_gain_or_lose_their_partner() -> None:
     program = plan_query("SELECT c.id, o.kind FROM shop.customers c LEFT JOIN shop.orders o ON (o.customer = c.id)")
     assert program.change is not None
     assert any(isinstance(node, Flip) for node in nodes(program.change))
 
 
-def test_what_did_not_change_contributes_nothing() -> None:
+def test_unchanged_tables_contribute_nothing() -> None:
     program = plan_query("SELECT o.id, c.tier FROM shop.orders o JOIN shop.customers c ON (c.id = o.customer)")
     assert program.change is not None
     only_orders = simplify(program.change, {1})

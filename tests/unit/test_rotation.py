@@ -39,7 +39,7 @@ def test_comparisons_take_their_share_of_the_time(clock: Clock, percent: int) ->
     assert spent / (clock.now - begin) == pytest.approx(percent / 100, rel=0.05)
 
 
-def test_one_that_never_got_a_worker_costs_nothing(clock: Clock) -> None:
+def test_a_comparison_without_a_worker_costs_nothing(clock: Clock) -> None:
     turns = Rotation()
     assert turns.take()
     clock.now += 60

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pgtrickle.service.scheduling.ticks import LONGEST, SPACING, Tick, thinned
 
 
-def test_few_are_kept_and_none_is_far_from_one_that_was_not() -> None:
+def test_few_ticks_are_kept_and_every_dropped_one_has_a_close_neighbour() -> None:
     seed = random.randrange(1_000_000)
     print("seed", seed)
     chance = random.Random(seed)
@@ -28,7 +28,7 @@ def test_few_are_kept_and_none_is_far_from_one_that_was_not() -> None:
             assert (time - nearest) * (SPACING - 1) <= at - time
 
 
-def test_what_is_older_than_a_week_is_forgotten() -> None:
+def test_ticks_older_than_a_week_are_dropped() -> None:
     now = datetime(2026, 1, 1, tzinfo=UTC)
     kept = thinned([Tick(now, ""), Tick(now - timedelta(days=1), ""), Tick(now - timedelta(days=9), "")])
     assert [tick.at for tick in kept] == [now, now - timedelta(days=1)]

@@ -125,7 +125,7 @@ def test_every_service_has_its_own() -> None:
     assert budget.apply_mb == 3 * 8 * 64
 
 
-def test_workers_that_moved_on_keep_connections_for_a_while() -> None:
+def test_workers_that_changed_databases_keep_connections_for_a_while() -> None:
     # Each of two databases may have had four of the four workers.
     assert compute_budget(SERVER, workers=4).kept_idle == 4
     assert compute_budget(SERVER, workers=6).kept_idle == 2
@@ -141,7 +141,7 @@ def test_the_pool_is_what_the_most_demanding_served_database_asks_for() -> None:
     assert pool_size([replace(SERVER, databases=())]) == 4
 
 
-def test_reserves_and_the_roles_limit_make_it_tight() -> None:
+def test_reserved_connections_and_the_roles_limit_reduce_the_budget() -> None:
     assert compute_budget(replace(SERVER, reserved=5), 4).available == 82
     limited = replace(SERVER, role_limit=12, role_in_use=2)
     assert (compute_budget(limited, 16).available, compute_budget(limited, 16).fits) == (10, False)
@@ -162,7 +162,7 @@ def test_only_served_databases_count() -> None:
     assert total_stream_tables([SERVER, SERVER]) == 2 * (150 + 50)
 
 
-def test_a_value_of_the_server_overrules_the_profile() -> None:
+def test_a_value_of_the_server_takes_precedence_over_the_profile() -> None:
     default, server = Setting("1000", "default"), Setting("300", "database")
     assert Change("scheduler_interval_ms", "200", server, server).overruled
     assert not Change("scheduler_interval_ms", "200", default, Setting("200", "pgtrickle.set")).overruled

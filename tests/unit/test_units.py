@@ -31,7 +31,7 @@ def test_quick_ones_share_a_unit_and_slow_ones_do_not() -> None:
     assert {(unit.kind, unit.ids) for unit in units} == {("FUSED", (1, 2)), ("SINGLETON", (3,)), ("SINGLETON", (4,))}
 
 
-def test_order_is_asked_then_groups_then_the_rest_and_tiers_within() -> None:
+def test_requests_come_first_then_groups_then_the_rest_by_tier() -> None:
     graph = DependencyGraph.of({3: [1, 2], 7: [5, 6]}, {1: ["a"], 2: ["a"], 5: ["b"], 6: ["b"]})
     items = [due(1), due(5, tier="cold"), due(8, seconds=9, tier="cold"), due(9, seconds=9), due(10, asked=True)]
     units = plan_units(items, graph, set(), tiered=True)
@@ -43,13 +43,13 @@ def test_order_is_asked_then_groups_then_the_rest_and_tiers_within() -> None:
     ]
 
 
-def test_a_group_waits_for_a_member_that_is_in_work() -> None:
+def test_a_group_waits_for_a_member_that_is_being_refreshed() -> None:
     graph = DependencyGraph.of({3: [1, 2]}, {1: ["a"], 2: ["a"]})
     assert plan_units([due(1), due(4)], graph, {2}, tiered=True) == [Unit("SINGLETON", (4,), 0, False, 1, 60.0)]
     assert plan_units([due(1)], graph, {1}, tiered=True) == []
 
 
-def test_who_waits_for_a_member_makes_the_group_urgent() -> None:
+def test_a_request_for_a_member_makes_the_group_urgent() -> None:
     graph = DependencyGraph.of({3: [1, 2]}, {1: ["a"], 2: ["a"]})
     (unit,) = plan_units([due(3, asked=True)], graph, set(), tiered=True)
     assert (unit.kind, unit.ids, unit.priority[0]) == ("GROUP", (1, 2, 3), 0)
@@ -60,7 +60,7 @@ def test_very_many_are_several_units() -> None:
     assert [len(unit.ids) for unit in units] == [MOST_FUSED, MOST_FUSED, 1]
 
 
-def test_requests_and_what_may_take_any_time_share_a_unit_with_the_same_owner_only() -> None:
+def test_requests_and_unpredictable_refreshes_share_a_unit_only_within_one_owner() -> None:
     items = [due(1), due(2, owner=2), due(3, proven=False), due(4, owner=2, proven=False), due(5, proven=False)]
     units = plan_units([*items, due(6, asked=True), due(7, asked=True, owner=2)], DependencyGraph(), set(), tiered=True)
     assert {(unit.ids, unit.owner) for unit in units} == {
