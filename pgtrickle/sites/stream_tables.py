@@ -37,7 +37,9 @@ class RemoteReading:
     """What a stream table reads in remote databases at a cut."""
 
     sources: tuple[ForeignSource, ...] = ()
-    states: Mapping[str, str] = field(default_factory=dict)  # of set members, as _poll_consumers() describes them, by database
+    states: Mapping[str, str] = field(
+        default_factory=dict
+    )  # of set members, as _poll_consumers() describes them, by database
     # By database: the version there of everything in `PlannedStreamTable.functions`, by name.
     functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     incarnations: Mapping[str, str] = field(default_factory=dict)  # of the servers of the databases that were cut

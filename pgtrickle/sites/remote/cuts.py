@@ -235,7 +235,9 @@ class RemoteCuts:
         ids = [reader.row.pgt_id for reader in readers if reader.row.databases]
         if not ids:
             return
-        rows = self.remote.home.execute("SELECT id, problem FROM pgtrickle._database_use_problems(%s)", (ids,)).fetchall()
+        rows = self.remote.home.execute(
+            "SELECT id, problem FROM pgtrickle._database_use_problems(%s)", (ids,)
+        ).fetchall()
         problems = dict(rows)
         for reader in failed.healthy(readers):
             if reader.row.pgt_id in problems:
