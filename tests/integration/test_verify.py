@@ -259,7 +259,7 @@ def test_a_rolled_back_comparison_is_repeated(
         if len(checked) == 1:
             raise atomic_group.NotAtomicError("a partition was attached")
 
-    monkeypatch.setattr(atomic_group, "_check_passed", check_passed)
+    monkeypatch.setattr(atomic_group._Group, "_check_passed", check_passed)
     (found,) = db.verify("keyed")
     assert found.equal
     assert len(checked) == 2
