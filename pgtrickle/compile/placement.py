@@ -138,7 +138,7 @@ class Placer:
             else:
                 number_sql(value, column.type, "native", SparkExpressions(columns))
                 items.append((column, value))
-            below |= {name: (columns[name], columns[name].ref()) for name in used_ids(value)}
+            below |= {name: (columns[name], columns[name].ref()) for name in sorted(used_ids(value))}
         return Project(self.place(Project(plan.input, tuple(below.values()))), tuple(items))
 
     @staticmethod
