@@ -28,8 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing them")
 
+    parser.addoption(
+        "--update-golden", action="store_true", help="write what golden cases give to their files instead of comparing"
+    )
 
-def pytest_configure() -> None:
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--update-golden") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--update-golden needs a single process: leave out -n")
     # Processes that a script starts in the background ignore SIGINT, and so would the commands that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -46,6 +52,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"PostgreSQL: {config.getoption('--pg')}"
+
+
+@pytest.fixture
+def update_golden(pytestconfig: pytest.Config) -> bool:
+    return bool(pytestconfig.getoption("--update-golden"))
 
 
 @pytest.fixture(scope="session")
