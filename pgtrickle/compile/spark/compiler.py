@@ -230,11 +230,10 @@ class _SparkCompiler:
         grouped = [*self.shared, *(form_name(key, "key") for key in plan.keys)]
         group = f" GROUP BY {', '.join(grouped)}" if grouped else ""
         if rows is None:
-            nothing = "".join(
-                f"CAST(NULL AS {spark_type(column.type, form)}) AS {form_name(column, form)}, "
-                for column, form in needed
-            )
-            rows = f"SELECT {nothing}CAST(0 AS BIGINT) AS w WHERE false"
+            # Two forms of a column can have one name.
+            nothing = {form_name(column, form): spark_type(column.type, form) for column, form in needed}
+            nulls = "".join(f"CAST(NULL AS {type_}) AS {name}, " for name, type_ in sorted(nothing.items()))
+            rows = f"SELECT {nulls}CAST(0 AS BIGINT) AS w WHERE false"
         # Without keys, an aggregate function ensures that there is one row, even if nothing above reads any call.
         weight = "CAST(1 AS BIGINT)" if grouped else "CAST(1 + 0 * count(*) AS BIGINT)"
         items = ", ".join([*self.shared, *parts, f"{weight} AS w"])
