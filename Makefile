@@ -8,6 +8,8 @@ STAMP := $(VENV)/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest --durations=30 --durations-min=5
+# What `make coverage` runs.
+COVERED ?= tests/unit tests/integration
 # Repeated through PgBouncer in transaction mode: the command line, and the service.
 POOLED := tests/e2e/test_cli.py tests/e2e/test_cli_refresh.py tests/e2e/test_cli_operate.py tests/integration/test_service.py
 
@@ -15,7 +17,7 @@ export PYSPARK_PYTHON := $(abspath $(BIN)/python)
 export PYSPARK_DRIVER_PYTHON := $(PYSPARK_PYTHON)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check test test-long lint bench docs lock dist clean java
+.PHONY: help demo check test test-long coverage lint bench docs lock dist clean java
 
 help: ## Show what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -45,8 +47,8 @@ $(VENV)/.prepared: $(STAMP)
 	$(BIN)/pgtrickle prepare
 	@touch $@
 
-test test-long $(VENV)/.prepared: export XDG_CACHE_HOME := $(abspath $(VENV)/cache)
-test test-long: export SPARK_SUBMIT_OPTS := -XX:TieredStopAtLevel=1
+test test-long coverage $(VENV)/.prepared: export XDG_CACHE_HOME := $(abspath $(VENV)/cache)
+test test-long coverage: export SPARK_SUBMIT_OPTS := -XX:TieredStopAtLevel=1
 
 test: lint java $(VENV)/.prepared ## Check style and types, then run all tests that take seconds, on PostgreSQL 18, 16 and 15
 	scripts/install-pgbouncer
@@ -56,6 +58,12 @@ test: lint java $(VENV)/.prepared ## Check style and types, then run all tests t
 
 test-long: $(STAMP) java $(VENV)/.prepared ## Run the tests that take minutes
 	$(PYTEST) -m long -n $(WORKERS) --dist load
+
+coverage: $(STAMP) java $(VENV)/.prepared ## Measure what the unit and integration tests cover (others: COVERED=tests/unit)
+	rm -rf build/coverage && mkdir -p build/coverage
+	$(PYTEST) -n $(WORKERS) --dist loadfile --cov --cov-report= $(COVERED)
+	$(BIN)/coverage html --quiet --directory build/coverage/html
+	$(BIN)/coverage report
 
 bench: $(STAMP) java ## Measure, print the table, write the plot
 	$(BIN)/python -m bench
