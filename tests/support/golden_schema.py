@@ -111,6 +111,7 @@ SCHEMA = [
     table(4, "kinds", TYPES, ("id",)),
     _generated(),
     _view(),
+    replace(table(8, "totals", {"kind": STRING}), kind="m"),
     table(7, "words", {"word": STRING, "nocase": NOCASE, "c": replace(STRING, collation='"C"')}),
     _remote(10, "people", {"id": INTEGER, "name": STRING, "age": INTEGER, "score": _decimal(5, 2)}, ("id",)),
     _set(),
@@ -130,6 +131,8 @@ class GoldenTypes(WrittenTypes):
                 return _decimal(*(int(size.name) for size in node.to.expressions))
             case exp.Cast() if (name := node.to.sql("postgres").lower()) in NAMED:
                 return NAMED[name]
+            case exp.Abs():
+                return self._type(known, node.this)
             case exp.Tuple() | exp.Struct():
                 return PgType(RECORD, -1, "record")
             case exp.Anonymous() if node.name.lower() in {"row", "every"}:

@@ -53,8 +53,8 @@ Sections = dict[str, str]
 
 
 def plan_of(case: GoldenCase) -> Plan:
-    """What `plan` says: the query as it is bound, the query after rewrites, its old state, its change (default),
-    or the query minus no rows.
+    """What `plan` says: the query as it is bound, the query after rewrites, its old state, its change (default), what
+    a program computes of its change (for groups that add up, the rows to add), or the query minus no rows.
     """
     kind = case.option("plan", "change")
     if kind == "bound":
@@ -67,6 +67,10 @@ def plan_of(case: GoldenCase) -> Plan:
             return at_version(plan, Version.OLD)
         case "change":
             change = differentiate(plan)
+            assert change is not None
+            return change
+        case "program":
+            change = program_of(case.sql).change
             assert change is not None
             return change
         case "minus":

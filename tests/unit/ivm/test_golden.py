@@ -13,6 +13,7 @@ from pgtrickle.ivm.differentiate import RULES, differentiate
 from pgtrickle.ivm.fingerprint import check_fingerprint
 from pgtrickle.ivm.key_bounds import Keys, restrict
 from pgtrickle.ivm.outer_join import outer_as_union
+from pgtrickle.ivm.program import is_recomputed
 from pgtrickle.ivm.simplify import simplify
 from pgtrickle.ivm.unique_key import key_of
 from pgtrickle.query.plan import Aggregate, Column, Join, Plan, Scan, Version
@@ -92,11 +93,13 @@ def fingerprint(case: GoldenCase) -> Sections:
 def program(case: GoldenCase) -> Sections:
     found = program_of(case.sql)
     steps = [plan_text(step).splitlines()[0] for step in found.finish]
+    assert found.change is not None
+    groups = "added up" if found.additive is not None else "recomputed" if is_recomputed(found.change) else "none"
     return {
         "core": plan_text(found.core),
         "finish": "\n".join(steps) or "nothing",
         "key": "__pgt_row_id" if found.key is None else ", ".join(found.key) or "at most one row",
-        "groups": "recomputed, if there are any" if found.additive is None else "added up",
+        "groups": groups,
     }
 
 
