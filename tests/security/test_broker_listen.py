@@ -25,6 +25,8 @@ from tests.support.database import APP_ROLE
 from tests.support.hub import Hub, hub_with
 from tests.support.service import until
 
+pytestmark = pytest.mark.pgversions  # the address and the token are in a catalog
+
 SECONDS = 20.0
 
 

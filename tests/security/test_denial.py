@@ -112,9 +112,19 @@ def test_leftovers_of_a_dropped_table_do_not_stop_the_creation_of_others(roles: 
     create_by_sql(roles, "mine", query)
 
 
-def test_a_row_lock_does_not_stop_creation(roles: Roles, query: str) -> None:
+# Requests that lock the row of a source: one of an earlier release, and the gate.
+ROW_LOCKS = {
+    "function": "SELECT pgtrickle._is_captured('{table}', '{{}}')",
+    "gate": "SELECT pgtrickle._gate('{action}', jsonb_build_object('source', '{table}'::regclass::oid, 'columns', ARRAY[1]))",
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "action"), [("function", ""), ("gate", "is_captured"), ("gate", "grant_capture"), ("gate", "track")]
+)
+def test_a_row_lock_does_not_stop_creation(roles: Roles, query: str, way: str, action: str) -> None:
     roles.create(roles.alice, "mine", query)
-    with holding(roles, f"SELECT pgtrickle._is_captured('{roles.alice}.orders', '{{}}')"):
+    with holding(roles, ROW_LOCKS[way].format(action=action, table=f"{roles.alice}.orders")):
         create_by_sql(roles, "too", query)
 
 

@@ -205,6 +205,21 @@ def test_operators_and_types_are_the_same_in_a_registered_database(crm: Register
     crm.assert_powerless()
 
 
+def test_a_domain_here_does_not_take_the_place_of_a_type_there(crm: Registered) -> None:
+    """Whoever adds a column evaluates the default of its type."""
+    roles, mallory = crm.roles, crm.roles.mallory
+    crm.sql(
+        mallory,
+        f"CREATE TYPE {mallory}.k AS ENUM ('a')",
+        f"CREATE TABLE {mallory}.ks (id int PRIMARY KEY, k {mallory}.k)",
+        f"GRANT SELECT, TRIGGER ON {mallory}.ks TO {crm.reader}",
+    )
+    roles.sql(mallory, f"CREATE DOMAIN {mallory}.k AS text DEFAULT {mallory}.evil()::text")
+    with roles.service() as db, pytest.raises(InvalidQueryError, match="cannot have type"):
+        db.import_table("crm", f"{mallory}.ks")
+    roles.assert_powerless()
+
+
 def test_objects_trusted_at_creation_are_compared_again_at_every_refresh(crm: Registered) -> None:
     roles, mallory = crm.roles, crm.roles.mallory
     crm.allow(mallory)

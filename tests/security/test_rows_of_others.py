@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice, product
 
 import psycopg
 import pytest
@@ -341,11 +343,81 @@ def test_a_password_is_not_stored(roles: Roles) -> None:
         assert roles.value(roles.app, "SELECT dsn FROM pgtrickle.pgt_databases") == dsn
 
 
-def test_other_roles_do_not_see_the_addresses_of_cluster_nodes(roles: Roles) -> None:
+ADDRESSES = ("crm.internal", "node1.internal")
+
+_READABLE = """
+SELECT format('SELECT %s FROM %s', string_agg(quote_ident(a.attname), ', '), c.oid::regclass)
+FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+WHERE c.relnamespace IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace, 'pgtrickle_views'::regnamespace)
+  AND c.relkind IN ('r', 'v', 'p', 'S') AND has_column_privilege(c.oid, a.attnum, 'SELECT')
+GROUP BY c.oid
+"""
+_CALLABLE = """
+SELECT p.oid::regprocedure::text, p.oid::regproc::text, ARRAY(SELECT t::regtype::text FROM unnest(p.proargtypes) AS t),
+       p.prokind::text
+FROM pg_proc AS p
+WHERE p.pronamespace IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace, 'pgtrickle_views'::regnamespace)
+  AND p.prorettype <> 'trigger'::regtype AND has_function_privilege(p.oid, 'EXECUTE')
+"""
+
+
+def calls(roles: Roles, names: list[str], id_: int) -> Iterator[str]:
+    """Every function that an ordinary role may execute, with arguments that name what belongs to others."""
+    storage = f"'{names[0]}'::regclass"
+    known = {
+        "text": [f"'{name}'" for name in names],
+        "name": [f"'{roles.alice}'"],
+        "bigint": [str(id_)],
+        "integer": [str(id_), "3600"],
+        "smallint": ["1"],
+        "oid": [f"{storage}::oid", f"'{roles.alice}'::regrole::oid"],
+        "regclass": [storage, f"'{roles.alice}.people'::regclass", f"'pgtrickle_views.q_{id_}'::regclass"],
+        "boolean": ["true"],
+        "interval": ["interval '1 ms'"],
+        "timestamp with time zone": ["timestamptz '-infinity'", "clock_timestamp()"],
+        "jsonb": ["'{}'"],
+        "text[]": [f"ARRAY['{name}']" for name in names],
+        "bigint[]": [f"ARRAY[{id_}]"],
+        "oid[]": [f"ARRAY[{storage}::oid]"],
+        "smallint[]": ["'{1,2}'"],
+        "pgtrickle.pgt_visible_history": ["(SELECT h FROM pgtrickle.pgt_visible_history AS h LIMIT 1)"],
+    }
+    for signature, name, types, kind in roles.rows(roles.mallory, _CALLABLE):
+        assert set(types) <= known.keys(), f"say what {signature} is called with"
+        for arguments in islice(product(*(known[type_] for type_ in types)), 50):
+            listed = ", ".join(f"{value}::{type_}" for value, type_ in zip(arguments, types, strict=True))
+            yield f"CALL {name}({listed})" if kind == "p" else f"SELECT x::text FROM {name}({listed}) AS x"
+
+
+def test_other_roles_do_not_see_the_addresses_of_cluster_nodes(roles: Roles, failing: str) -> None:
+    """Nor does an error message of it."""
+    alice = roles.alice
+    with pytest.raises((psycopg.Error, PgtrickleError)):
+        roles.refresh(failing)
     roles.sql(
         roles.app,
         "INSERT INTO pgtrickle.pgt_databases (name, dsn, node, registered_by, citus_group)"
-        " VALUES ('@1', 'host=node1.internal', '1/1', 'somebody', 1)",
+        " VALUES ('crm', 'host=crm.internal', '1/1', 'somebody', NULL), ('@1', 'host=node1.internal', '1/2', 'somebody', 1)",
     )
-    for query in ("_known_nodes()", "_dsn_of('@1')", "_usable_databases()"):
-        assert "node1.internal" not in roles.peek(roles.mallory, f"SELECT * FROM pgtrickle.{query}")
+    roles.sql(alice, f"SELECT pgtrickle.manual_refresh('{failing}', 'the key of a request')")
+    secrets = (*ADDRESSES, *SECRETS, "the key of a request")
+    readable = {role: [query for (query,) in roles.rows(role, _READABLE)] for role in (roles.app, roles.mallory)}
+    called = calls(roles, [failing, "crm", "@1"], roles.id_of(failing))
+    assert set().union(*told(roles, roles.app, readable[roles.app], secrets).values()) == set(secrets)
+    assert told(roles, roles.mallory, [*readable[roles.mallory], *called], secrets) == {}
+
+
+def told(roles: Roles, role: str, statements: Iterable[str], secrets: Sequence[str]) -> dict[str, set[str]]:
+    """Which statements show a role which secrets, in their results or errors."""
+    found = {}
+    with roles.connect(role) as conn:
+        for statement in statements:
+            try:
+                with conn.transaction(force_rollback=True):
+                    cursor = conn.execute(statement.encode())
+                    shown = str(cursor.fetchall()) if cursor.description else ""
+            except psycopg.Error as error:
+                shown = str(error)
+            if seen := {secret for secret in secrets if secret in shown}:
+                found[statement] = seen
+    return found

@@ -140,6 +140,7 @@ def test_a_recorded_time_zone_is_refused_the_same_way(timezone: str) -> None:
         next_time("@daily", timezone, datetime.now(UTC))
 
 
+@pytest.mark.pgversions
 def test_an_invalid_time_zone_does_not_end_the_scheduler(database: TestDatabase, shop: Connection) -> None:
     create(shop, "good", TOTALS)
     create(shop, "bad", ROWS)
@@ -189,7 +190,10 @@ def test_an_invalid_schedule_stops_only_its_stream_table(database: TestDatabase,
         assert watched.scheduler.failure is None
 
 
-def test_invalid_session_settings_stop_only_their_stream_table(database: TestDatabase, shop: Connection) -> None:
+@pytest.mark.pgversions
+def test_invalid_session_settings_stop_only_their_stream_table(
+    database: TestDatabase, shop: Connection
+) -> None:
     shop.execute("SELECT pgtrickle.set('pg_trickle.max_consecutive_errors', '1')")
     create(shop, "good", TOTALS)
     for name, settings in SETTINGS.items():
@@ -204,6 +208,7 @@ def test_invalid_session_settings_stop_only_their_stream_table(database: TestDat
     assert "Moon/Base" in (found["no value"][1] or "")
 
 
+@pytest.mark.pgversions
 def test_a_query_that_is_nested_too_deeply_is_computed_by_postgresql(database: TestDatabase, shop: Connection) -> None:
     deep = f"SELECT id{' + 1' * 3000} AS x FROM item"
     create(shop, "good", TOTALS)

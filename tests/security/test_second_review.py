@@ -27,16 +27,16 @@ def attempt(roles: Roles, *names: str) -> Outcome:
         return db.engine.attempt([roles.id_of(name) for name in names], "SCHEDULE")
 
 
-def is_refused(roles: Roles, role: str, *statements: str) -> bool:
-    """Whether statements in one transaction come to an error."""
+def refusal(roles: Roles, role: str, *statements: str) -> psycopg.Error | None:
+    """The error that statements in one transaction come to."""
     with roles.connect(role) as conn:
         try:
             with conn.transaction():
                 for statement in statements:
                     conn.execute(statement.encode())
-        except psycopg.Error:
-            return True
-    return False
+        except psycopg.Error as error:
+            return error
+    return None
 
 
 def gate(action: str, **arguments: Any) -> str:
@@ -118,7 +118,8 @@ def test_the_id_of_a_dropped_stream_table_is_not_reused(roles: Roles) -> None:
         " 'refresh_mode', 'FULL', 'session_settings', '{}'::jsonb))"
     )
     view = f"CREATE VIEW pgtrickle_views.q_{former} AS SELECT 1 AS id"
-    assert is_refused(roles, m, gate("begin_create"), view, f"CREATE TABLE {m}.t2 (id int)", register)
+    refused = refusal(roles, m, gate("begin_create"), view, f"CREATE TABLE {m}.t2 (id int)", register)
+    assert f"no stream table can have id {former}" in str(refused)
     assert "SSN" not in roles.peek(m, "SELECT * FROM pgtrickle.pgt_visible_history")
 
 
@@ -250,7 +251,8 @@ def test_nothing_else_is_created_together_with_a_stream_table(roles: Roles, name
     planted = name.format(next=roles.id_of(mine) + 1, mine=roles.id_of(mine))
     with psycopg.connect(roles.database.superuser_dsn, autocommit=True) as conn:
         conn.execute(f"GRANT {roles.bob} TO {m}".encode())  # to whom it can be given away
-    assert is_refused(
+        conn.execute(f"GRANT CREATE ON DATABASE {roles.database.name} TO {roles.bob}".encode())
+    refused = refusal(
         roles,
         m,
         gate("begin_create"),
@@ -258,6 +260,7 @@ def test_nothing_else_is_created_together_with_a_stream_table(roles: Roles, name
         f"REASSIGN OWNED BY {m} TO {roles.bob}" if name == "extra" else "SELECT",
         f"SELECT pgtrickle.create_stream_table('{m}.trap', 'SELECT id FROM {m}.src')",
     )
+    assert f"object {planted} in schema pgtrickle_views is not one that pgtrickle made" in str(refused)
     assert roles.value(m, f"SELECT to_regclass('pgtrickle_views.{planted}')") is None
 
 
