@@ -26,8 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--pooler", action="store_true", help="let pgtrickle connect through PgBouncer in transaction mode"
     )
-    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing them")
-
     parser.addoption(
         "--update-golden", action="store_true", help="write what golden cases give to their files instead of comparing"
     )

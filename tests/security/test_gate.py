@@ -16,10 +16,10 @@ pytestmark = pytest.mark.pgversions
 
 # Actions that have another test, because they change nothing for one stream table or need a cluster.
 ELSEWHERE = {
-    "begin",  # test_review.py: only opens a schema, and the transaction cannot be committed
+    "begin_create",  # test_review.py: only opens a schema, and the transaction cannot be committed
     "untrack_unused",  # test_review.py: tidies up
     "track_shards",  # test_citus_nodes.py
-    "spread",  # test_citus_nodes.py
+    "read_from_nodes",  # test_citus_nodes.py
 }
 
 
@@ -50,22 +50,22 @@ def attacks(roles: Roles, mine: str, hers: str) -> dict[str, dict[str, Any]]:
         "grant_capture": {"source": source},
         "track": {"source": source, "columns": [1, 2, 3]},
         "mark_gap": {"source": source, "stable_name": stable},
-        "open": this,
-        "begin_drop": {"ids": [id_]},
+        "begin_alter": this,
+        "lock_for_drop": {"ids": [id_]},
         "register": this | {"storage": storage, "view": view} | options,
-        "change": this | {"status": "SUSPENDED"} | options,
-        "note_mode": this | {"mode": "FULL", "reason": "because"},
-        "note_coordinator": this,
-        "note_placement": this | {"placement": "local"},
-        "group": {"name": "taken", "ids": [id_, roles.id_of(hers)]},
-        "ungroup": {"name": "alices"},
+        "update": this | {"status": "SUSPENDED"} | options,
+        "record_mode": this | {"mode": "FULL", "reason": "because"},
+        "record_coordinator": this,
+        "record_st_placement": this | {"placement": "local"},
+        "create_group": {"name": "taken", "ids": [id_, roles.id_of(hers)]},
+        "drop_group": {"name": "alices"},
         "reset_fuse": this | {"action": "skip_changes"},
         "request": this | {"key": "key"},
         "ask_for_changes": this | {"reader": roles.id_of(hers)},
-        "stand_in": {"database": "crm", "definition": table},
-        "stand_in_for_all": {"database_set": "crms", "schema": "s", "name": "t", "members": ["crm"]},
-        "resolve": {"source": source, "database": "crm", "definition": table},
-        "note_functions": {"database": "crm", "functions": ["f()"], "definitions": ["x"], "problems": [""]},
+        "import_table": {"database": "crm", "definition": table},
+        "import_set_table": {"database_set": "crms", "schema": "s", "name": "t", "members": ["crm"]},
+        "resolve_foreign_table": {"source": source, "database": "crm", "definition": table},
+        "record_functions": {"database": "crm", "functions": ["f()"], "definitions": ["x"], "problems": [""]},
     }
 
 
@@ -112,12 +112,12 @@ def test_who_passes_it_is_not_an_argument(roles: Roles) -> None:
     alice, mallory = roles.alice, roles.mallory
     mine = roles.create(alice, "mine", f"SELECT id FROM {alice}.orders")
     arguments = json.dumps({"id": roles.id_of(mine), "status": "SUSPENDED", "caller": alice})
-    change = f"action = 'change', arguments = '{arguments}'"
+    change = f"action = 'update', arguments = '{arguments}'"
     ids = f"'{alice}', {roles.id_of(mine)}"
     for forged, error in {
         f"UPDATE pgtrickle.gate SET caller = '{alice}', {change}": psycopg.errors.InsufficientPrivilege,
         f"UPDATE pgtrickle.gate SET {change}": psycopg.errors.InsufficientPrivilege,
-        f"INSERT INTO pgtrickle.gate VALUES ('{alice}', 'change', '{arguments}')": psycopg.Error,
+        f"INSERT INTO pgtrickle.gate VALUES ('{alice}', 'update', '{arguments}')": psycopg.Error,
         f"SELECT pgtrickle._record_mode({ids}, 'FULL', 'because')": psycopg.errors.InsufficientPrivilege,
     }.items():
         with pytest.raises(error):

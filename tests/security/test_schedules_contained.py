@@ -191,9 +191,7 @@ def test_an_invalid_schedule_stops_only_its_stream_table(database: TestDatabase,
 
 
 @pytest.mark.pgversions
-def test_invalid_session_settings_stop_only_their_stream_table(
-    database: TestDatabase, shop: Connection
-) -> None:
+def test_invalid_session_settings_stop_only_their_stream_table(database: TestDatabase, shop: Connection) -> None:
     shop.execute("SELECT pgtrickle.set('pg_trickle.max_consecutive_errors', '1')")
     create(shop, "good", TOTALS)
     for name, settings in SETTINGS.items():

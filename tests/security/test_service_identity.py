@@ -21,8 +21,8 @@ PUBLIC_FUNCTIONS = Path(__file__).with_name("public_functions.txt")
 # Entrances that take a description of a table: one of an earlier release, and the gate.
 STAND_INS = {
     "function": "SELECT pgtrickle._import_table('@1', $json${definition}$json$)",
-    "gate": """SELECT pgtrickle._gate('stand_in', $json${{"database": "@1", "definition": {definition}}}$json$)""",
-    "members": """SELECT pgtrickle._gate('stand_in_for_all', $json${{"database_set": "@1", "schema": "s", "name": "t",
+    "gate": """SELECT pgtrickle._gate('import_table', $json${{"database": "@1", "definition": {definition}}}$json$)""",
+    "members": """SELECT pgtrickle._gate('import_set_table', $json${{"database_set": "@1", "schema": "s", "name": "t",
         "members": ["@1"], "definition": {definition}}}$json$)""",
     "resolved": """SELECT pgtrickle._gate('resolve', jsonb_build_object('source', '{table}'::regclass::oid, 'database', '@1',
         'definition', $json${definition}$json$::jsonb))""",
