@@ -14,6 +14,7 @@ from sqlglot import exp
 
 from pgtrickle.compile.sql_text import PART, SHARDS, SqlText, hole, ident
 from pgtrickle.query.budget import check_text
+from pgtrickle.query.conditions import conjunction
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import (
     Aggregate,
@@ -21,6 +22,7 @@ from pgtrickle.query.plan import (
     Exists,
     Filter,
     Flip,
+    InnerJoin,
     Join,
     KeyFilter,
     Negate,
@@ -33,6 +35,7 @@ from pgtrickle.query.plan import (
     Values,
     Version,
     at_version,
+    used_ids,
 )
 from pgtrickle.query.types import (
     BOOL,
@@ -197,6 +200,8 @@ class _Compiler:
                 rows, weighted = self.rows(child)
                 parts = [f"{expression_sql(value)} AS {ident(column.id)}" for column, value in items]
                 return f"SELECT {', '.join(parts + ['w'] * weighted)} FROM ({rows}) AS p", weighted
+            case InnerJoin():
+                return self._inner_join(plan)
             case Join(kind=kind, left=left, right=right, condition=condition):
                 return self._join(kind, left, right, condition)
             case Exists(left=left, right=right, condition=condition, mark=mark):
@@ -264,13 +269,34 @@ class _Compiler:
         condition = hole(f"key{len(self.keys) - 1}")
         return f"{_select(plan.columns, weighted)} FROM ({rows}) AS k WHERE {condition}", weighted
 
+    def _inner_join(self, plan: InnerJoin) -> tuple[str, bool]:
+        """Each input with the conditions that it completes, so that the text names the joins in their order."""
+        names: list[str] = []
+        weights: list[str] = []
+        joined = ""
+        known: set[str] = set()
+        rest = list(plan.conditions)
+        for i, child in enumerate(plan.inputs):
+            rows, weighted = self.rows(child)
+            names += [ident(column.id) for column in child.columns]
+            weights += [f"j{i}.w"] * weighted
+            known |= {column.id for column in child.columns}
+            complete = [part for part in rest if used_ids(part) <= known]
+            if not i:
+                joined = f"({rows}) AS j0"
+                continue
+            rest = [part for part in rest if part not in complete]
+            joined += f" JOIN ({rows}) AS j{i} ON {expression_sql(conjunction(complete))}"
+        items = names + ([" * ".join(weights) + " AS w"] if weights else [])
+        return f"SELECT {', '.join(items)} FROM {joined}", bool(weights)
+
     def _join(self, kind: str, left: Plan, right: Plan, condition: exp.Expression) -> tuple[str, bool]:
         left_rows, left_weighted = self.rows(left)
         right_rows, right_weighted = self.rows(right)
         weights = ["l.w"] * left_weighted + ["r.w"] * right_weighted
         names = [ident(column.id) for column in (*left.columns, *right.columns)]
         items = names + ([" * ".join(weights) + " AS w"] if weights else [])
-        words = {"inner": "JOIN", "left": "LEFT JOIN", "right": "RIGHT JOIN", "full": "FULL JOIN"}
+        words = {"left": "LEFT JOIN", "right": "RIGHT JOIN", "full": "FULL JOIN"}
         return (
             f"SELECT {', '.join(items)} FROM ({left_rows}) AS l {words[kind]} ({right_rows}) AS r"
             f" ON {expression_sql(condition)}",

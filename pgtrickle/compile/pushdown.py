@@ -17,6 +17,7 @@ from pgtrickle.query.plan import (
     Exists,
     Filter,
     Flip,
+    InnerJoin,
     Join,
     Negate,
     Plan,
@@ -57,15 +58,8 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             terms = [_compute(_renamed(child, columns), items) for child in inputs]
             present = tuple(term for term in terms if term is not None)
             return UnionAll(present, tuple(column for column, _ in items)) if len(present) == len(inputs) else None
-        case Join(kind="inner", left=left, right=right, condition=condition):
-            mine, theirs = _ids(left), _ids(right)
-            of_right = tuple(item for item in items if used_ids(item[1]) and used_ids(item[1]) <= theirs)
-            of_left = tuple(item for item in items if item not in of_right)
-            if not all(used_ids(value) <= mine for _, value in of_left):
-                return None
-            tested = used_ids(condition)
-            one, other = _add_columns(left, of_left, tested), _add_columns(right, of_right, tested)
-            return None if one is None or other is None else _picked(replace(plan, left=one, right=other), items)
+        case InnerJoin():
+            return _through_join(plan, items)
         case Join():
             return _compute(outer_as_union(plan), items)
         case Exists(left=left, right=right, condition=condition, mark=mark):
@@ -85,6 +79,19 @@ def _compute(plan: Plan, items: Items) -> Plan | None:
             return _picked(replace(plan, left=below, left_delta=change), own, items)
         case _:
             return None
+
+
+def _through_join(plan: InnerJoin, items: Items) -> Plan | None:
+    tested: set[str] = set().union(*map(used_ids, plan.conditions))
+    left, inputs = items, []
+    for child in plan.inputs:
+        own = tuple(item for item in left if used_ids(item[1]) <= _ids(child))
+        left = tuple(item for item in left if item not in own)
+        below = _add_columns(child, own, tested)
+        if below is None:
+            return None
+        inputs.append(below)
+    return None if left else _picked(replace(plan, inputs=tuple(inputs)), items)
 
 
 def _add_columns(plan: Plan, items: Items, needed: set[str]) -> Plan | None:

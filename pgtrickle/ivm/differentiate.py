@@ -1,7 +1,7 @@
 """From a query's plan to the plan of its change.
 
-An inner join takes the change of one side at a time, with inputs to the left of it at their new state and inputs to the
-right at their old one, so that nothing counts twice. An outer join is the inner join plus the padded rows without a
+An inner join takes the change of one input at a time, with the inputs before it at their new state and those after it at
+their old one, so that nothing counts twice. An outer join is the inner join plus the padded rows without a
 partner. What cannot be added up is recomputed for the groups that the change affects. There is one function per
 operator; `RULES` is the whole algebra.
 """
@@ -13,14 +13,16 @@ from typing import Any
 
 from sqlglot import exp
 
-from pgtrickle.ivm.key_bounds import Keys, restrict
+from pgtrickle.ivm.key_bounds import Keys, look_up, restrict
 from pgtrickle.ivm.outer_join import padded, partner_mark
+from pgtrickle.query.conditions import conjuncts
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
     Exists,
     Filter,
     Flip,
+    InnerJoin,
     Join,
     Plan,
     Project,
@@ -32,6 +34,7 @@ from pgtrickle.query.plan import (
     at_version,
     equi_keys,
 )
+from pgtrickle.query.rewrites.columns import keep_columns
 from pgtrickle.query.unsupported import Unsupported
 
 # Beyond this, Spark's own planning takes seconds. The largest plan of the test corpus, a chain of left joins over four
@@ -73,28 +76,35 @@ def _union(plan: UnionAll) -> Plan | None:
     return _all_of([differentiate(child) for child in plan.inputs], plan.columns)
 
 
+def _inner_join(plan: InnerJoin) -> Plan | None:
+    return _terms(plan, [differentiate(child) for child in plan.inputs])
+
+
+def _terms(plan: InnerJoin, changes: Sequence[Plan | None]) -> Plan | None:
+    """One term for each input that changes, given the changes of the inputs."""
+    old = [at_version(child, Version.OLD) for child in plan.inputs]
+    terms = [
+        None if change is None else _term(plan, i, (*plan.inputs[:i], change, *old[i + 1 :]))
+        for i, change in enumerate(changes)
+    ]
+    return _all_of(terms, plan.columns)
+
+
+def _term(plan: InnerJoin, changed: int, states: Sequence[Plan]) -> Plan:
+    """The rows that the change of one input contributes: it is joined with the inputs that it leads to, in that order."""
+    found = look_up(states, plan.conditions, {}, start=changed)
+    joined = InnerJoin(tuple(found.inputs[i] for i in found.order), plan.conditions)
+    return joined if joined.columns == plan.columns else keep_columns(joined, plan.columns)
+
+
 def _join(plan: Join) -> Plan | None:
     left, right = differentiate(plan.left), differentiate(plan.right)
-    terms: list[Plan | None] = [_inner(Join("inner", plan.left, plan.right, plan.condition), left, right)]
+    inner = InnerJoin((plan.left, plan.right), tuple(conjuncts(plan.condition)))
+    terms: list[Plan | None] = [_terms(inner, (left, right))]
     if plan.kind in {"left", "full"}:
         terms.append(_without_partner(partner_mark(plan.left, plan.right, plan.condition), left, right, plan.columns))
     if plan.kind in {"right", "full"}:
         terms.append(_without_partner(partner_mark(plan.right, plan.left, plan.condition), right, left, plan.columns))
-    return _all_of(terms, plan.columns)
-
-
-def _inner(plan: Join, left_change: Plan | None, right_change: Plan | None) -> Plan | None:
-    terms: list[Plan | None] = []
-    if left_change is not None:
-        right = at_version(plan.right, Version.OLD)
-        for mine, theirs in equi_keys(plan):
-            right = restrict(right, theirs, Keys(left_change, mine))
-        terms.append(Join("inner", left_change, right, plan.condition))
-    if right_change is not None:
-        left = plan.left
-        for mine, theirs in equi_keys(plan):
-            left = restrict(left, mine, Keys(right_change, theirs))
-        terms.append(Join("inner", left, right_change, plan.condition))
     return _all_of(terms, plan.columns)
 
 
@@ -115,18 +125,14 @@ def _marks(plan: Exists, left_change: Plan | None, right_change: Plan | None) ->
     pairs = equi_keys(plan)
     terms: list[Plan | None] = []
     if left_change is not None:
-        right = plan.right
-        for mine, theirs in pairs:
-            right = restrict(right, theirs, Keys(left_change, mine))
+        right = restrict(plan.right, [(theirs, Keys(left_change, mine)) for mine, theirs in pairs])
         terms.append(Exists(left_change, right, plan.condition, plan.mark))
     if right_change is not None:
-        left, right = plan.left, plan.right
-        for mine, theirs in pairs:
-            left = restrict(left, mine, Keys(right_change, theirs))
-            # Unless the type of the right keys tells them apart, an unchanged row can match the same partners as a
-            # changed row although their keys differ by their own type's equality: the restriction would lose it.
-            if theirs.type.tells_apart(mine.type):
-                right = restrict(right, theirs, Keys(right_change, theirs))
+        left = restrict(plan.left, [(mine, Keys(right_change, theirs)) for mine, theirs in pairs])
+        # Unless the type of the right keys tells them apart, an unchanged row can match the same partners as a
+        # changed row although their keys differ by their own type's equality: the restriction would lose it.
+        apart = [theirs for mine, theirs in pairs if theirs.type.tells_apart(mine.type)]
+        right = restrict(plan.right, [(theirs, Keys(right_change, theirs)) for theirs in apart])
         unchanged = Filter(plan.left, exp.false())
         terms.append(Flip(left, left_change or unchanged, right, right_change, plan.condition, plan.mark))
     return _all_of(terms, plan.columns)
@@ -136,9 +142,7 @@ def _aggregate(plan: Aggregate) -> Plan | None:
     change = differentiate(plan.input)
     if change is None:
         return None
-    new = plan.input
-    for key in plan.keys:
-        new = restrict(new, key, Keys(change, key, nulls=True))
+    new = restrict(plan.input, [(key, Keys(change, key, nulls=True)) for key in plan.keys])
     old = at_version(new, Version.OLD)
     return Regroup(Aggregate(new, plan.keys, plan.calls), Aggregate(old, plan.keys, plan.calls), change)
 
@@ -157,6 +161,7 @@ RULES: dict[type[Any], Callable[[Any], Plan | None]] = {
     Values: _values,
     Filter: _filter,
     Project: _project,
+    InnerJoin: _inner_join,
     Join: _join,
     Exists: _exists,
     Aggregate: _aggregate,

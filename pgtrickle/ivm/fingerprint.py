@@ -14,6 +14,7 @@ from pgtrickle.query.plan import (
     Column,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     Plan,
     Project,
@@ -68,6 +69,8 @@ def _chosen(plan: Plan) -> set[str]:
             return _chosen(child)
         case Exists(left=left):
             return _chosen(left)
+        case InnerJoin(inputs=inputs):
+            return set().union(*map(_chosen, inputs))
         case Join(left=left, right=right):
             return _chosen(left) | _chosen(right)
         case UnionAll(inputs=inputs, columns=columns):

@@ -1,28 +1,35 @@
 """Bounds on what is read of a state: only rows whose key occurs in a change.
 
-A restriction is pushed down to the scans. At a join it is also passed on to the other side: one input is looked up by
-the change and the next by the first, so that only a few rows of each are read.
+A bound is pushed down to the scans. At a join it is passed on from input to input: one table is looked up by the change
+and the next one by the first, so that only a few rows of each are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sqlglot import exp
 
+from pgtrickle.ivm.unique_key import key_of
 from pgtrickle.query.plan import (
     Aggregate,
     Column,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     KeyFilter,
     Plan,
     Project,
     Scan,
     UnionAll,
+    equalities,
     equi_keys,
 )
+
+# Columns by which one table is looked up. More would rarely exclude another row, and each costs an array of keys.
+MOST_KEYS = 4
 
 
 @dataclass(frozen=True)
@@ -34,66 +41,156 @@ class Keys:
     nulls: bool = False
 
 
-def restrict(plan: Plan, column: Column, keys: Keys) -> Plan:
-    """The plan with at least its rows whose `column` is among the keys; unchanged if no bound can be passed on."""
+# A column of a plan, and the values to which it is bound.
+Bound = tuple[Column, Keys]
+
+
+def restrict(plan: Plan, bounds: Sequence[Bound]) -> Plan:
+    """The plan with at least its rows whose columns are among the keys; unchanged if no bound can be passed on."""
+    if not bounds:
+        return plan
     match plan:
         case Scan() | KeyFilter(input=Scan() | KeyFilter()):
-            return KeyFilter(plan, column, keys.origin, keys.column, keys.nulls)
-        case Filter(input=child):
-            return replace(plan, input=restrict(child, column, keys))
-        case Project(input=child, items=items):
-            value = next(value for item, value in items if item.id == column.id)
-            if isinstance(value, exp.Column):
-                below = next(item for item in child.columns if item.id == value.name)
-                return replace(plan, input=restrict(child, below, keys))
-            if is_chain(child):
-                return KeyFilter(plan, column, keys.origin, keys.column, keys.nulls)
-            return plan
+            return _filtered(plan, bounds)
+        case Filter(input=child) | KeyFilter(input=child):
+            below = restrict(child, bounds)
+            return plan if below is child else replace(plan, input=below)
+        case Project():
+            return _restrict_project(plan, bounds)
+        case InnerJoin(inputs=inputs, conditions=conditions):
+            narrowed = look_up(inputs, conditions, {i: _of(child, bounds) for i, child in enumerate(inputs)})
+            return plan if all(map(_same, narrowed.inputs, inputs)) else replace(plan, inputs=narrowed.inputs)
         case Join():
-            return _restrict_join(plan, column, keys)
+            return _restrict_outer(plan, bounds)
         case Exists(left=left, right=right):
-            if column.id == plan.mark.id:
+            below = restrict(left, _of(left, bounds))
+            if below is left:
                 return plan
-            narrowed = restrict(left, column, keys)
-            if narrowed is left:
-                return plan
-            for mine, theirs in equi_keys(plan):
-                right = restrict(right, theirs, Keys(narrowed, mine))
-            return replace(plan, left=narrowed, right=right)
+            passed_on = [(theirs, Keys(below, mine)) for mine, theirs in equi_keys(plan)]
+            return replace(plan, left=below, right=restrict(right, passed_on))
         case Aggregate(input=child, keys=grouped):
-            if column.id in {key.id for key in grouped}:
-                return replace(plan, input=restrict(child, column, keys))
-            return plan
+            ids = {key.id for key in grouped}
+            below = restrict(child, [bound for bound in bounds if bound[0].id in ids])
+            return plan if below is child else replace(plan, input=below)
         case UnionAll(inputs=inputs, columns=columns):
-            position = [item.id for item in columns].index(column.id)
-            return replace(plan, inputs=tuple(restrict(child, child.columns[position], keys) for child in inputs))
-        case KeyFilter(input=child):
-            return replace(plan, input=restrict(child, column, keys))
+            position = {column.id: i for i, column in enumerate(columns)}
+            parts = tuple(
+                restrict(child, [(child.columns[position[column.id]], keys) for column, keys in bounds])
+                for child in inputs
+            )
+            return plan if all(map(_same, parts, inputs)) else replace(plan, inputs=parts)
         case _:
             return plan
 
 
-def _restrict_join(plan: Join, column: Column, keys: Keys) -> Plan:
-    on_left = column.id in {item.id for item in plan.left.columns}
-    # Restricting the padded side of an outer join would produce padded rows that do not exist.
-    if not (plan.kind == "inner" or (plan.kind == "left" and on_left) or (plan.kind == "right" and not on_left)):
-        return plan
-    own, other = (plan.left, plan.right) if on_left else (plan.right, plan.left)
-    narrowed = restrict(own, column, keys)
-    if narrowed is own:
-        return plan
-    for left, right in equi_keys(plan):
-        mine, theirs = (left, right) if on_left else (right, left)
-        other = restrict(other, theirs, Keys(narrowed, mine))
-    return replace(plan, left=narrowed, right=other) if on_left else replace(plan, left=other, right=narrowed)
+@dataclass(frozen=True)
+class LookUps:
+    """The inputs of an inner join, each bounded by keys of those before it in `order`."""
+
+    inputs: tuple[Plan, ...]
+    order: tuple[int, ...]
+
+
+def look_up(
+    inputs: Sequence[Plan],
+    conditions: Iterable[exp.Expression],
+    bounds: Mapping[int, Sequence[Bound]],
+    start: int | None = None,
+) -> LookUps:
+    """Look up the inputs of an inner join one after another, along its equalities.
+
+    It begins with the input `start`, a change, or with those that have bounds of their own. The other inputs are looked
+    up by the values in their neighbours: the origin of the keys is the one neighbour, which is bounded already. So
+    each input is bounded once, and the plan grows with the number of inputs. What has no bound is read as a whole.
+    """
+    pairs = equalities(inputs, conditions)
+    keys = [key_of(child) for child in inputs]
+    bounded = list(inputs)
+    linked = [dict(bounds.get(i, ())) for i in range(len(inputs))]
+    waiting = list(range(len(inputs)))
+    order: list[int] = []
+    whole: list[int] = []
+
+    def pass_on(i: int) -> None:
+        order.append(i)
+        for pair in pairs:
+            for mine, theirs in ((0, 1), (1, 0)):
+                if pair.sides[theirs] == i:
+                    linked[pair.sides[mine]].setdefault(pair.columns[mine], Keys(bounded[i], pair.columns[theirs]))
+
+    if start is not None:
+        waiting.remove(start)
+        pass_on(start)
+    while waiting:
+        following = min(waiting, key=lambda i: _rank(keys[i], linked[i]))
+        if start is not None and whole and not linked[following]:
+            pass_on(whole.pop(0))  # the keys of a whole table are many, but better than none
+            continue
+        waiting.remove(following)
+        bounded[following] = restrict(inputs[following], list(linked[following].items())[:MOST_KEYS])
+        if bounded[following] is inputs[following]:
+            whole.append(following)
+        else:
+            pass_on(following)
+    return LookUps(tuple(bounded), (*order, *whole))
+
+
+def _rank(key: frozenset[str] | None, linked: Iterable[Column]) -> int:
+    """How early to look up an input: first by a whole key, which finds one row at most, then by a part of a key."""
+    ids = {column.id for column in linked}
+    if not ids:
+        return 3
+    if key is not None and key <= ids:
+        return 0
+    return 1 if key is not None and key & ids else 2
 
 
 def is_chain(plan: Plan) -> bool:
-    """Whether the plan is filters and projections over one table, which PostgreSQL evaluates while it reads."""
-    match plan:
-        case Scan():
-            return True
-        case Filter(input=child) | Project(input=child) | KeyFilter(input=child):
-            return is_chain(child)
-        case _:
-            return False
+    """Whether the plan is filters and projections over one table."""
+    return plan.is_chain
+
+
+def _filtered(plan: Plan, bounds: Sequence[Bound]) -> Plan:
+    for column, keys in bounds:
+        plan = KeyFilter(plan, column, keys.origin, keys.column, keys.nulls)
+    return plan
+
+
+def _restrict_project(plan: Project, bounds: Sequence[Bound]) -> Plan:
+    child = plan.input
+    below = {column.id: column for column in child.columns}
+    values = {column.id: value for column, value in plan.items}
+    passed: list[Bound] = []
+    computed: list[Bound] = []
+    for column, keys in bounds:
+        value = values[column.id]
+        if isinstance(value, exp.Column):
+            passed.append((below[value.name], keys))
+        elif child.is_chain:
+            computed.append((column, keys))
+    narrowed = restrict(child, passed)
+    return _filtered(plan if narrowed is child else replace(plan, input=narrowed), computed)
+
+
+def _restrict_outer(plan: Join, bounds: Sequence[Bound]) -> Plan:
+    # Restricting the padded side of an outer join would produce padded rows that do not exist.
+    if plan.kind == "full":
+        return plan
+    on_left = plan.kind == "left"
+    own, other = (plan.left, plan.right) if on_left else (plan.right, plan.left)
+    narrowed = restrict(own, _of(own, bounds))
+    if narrowed is own:
+        return plan
+    pairs = [pair if on_left else (pair[1], pair[0]) for pair in equi_keys(plan)]
+    other = restrict(other, [(theirs, Keys(narrowed, mine)) for mine, theirs in pairs])
+    return replace(plan, left=narrowed, right=other) if on_left else replace(plan, left=other, right=narrowed)
+
+
+def _of(plan: Plan, bounds: Sequence[Bound]) -> list[Bound]:
+    """The bounds of the plan's own columns."""
+    own = {column.id for column in plan.columns}
+    return [bound for bound in bounds if bound[0].id in own]
+
+
+def _same(one: Plan, other: Plan) -> bool:
+    return one is other

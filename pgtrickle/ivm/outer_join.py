@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sqlglot import exp
 
-from pgtrickle.query.conditions import cast_to
-from pgtrickle.query.plan import Column, Exists, Filter, Join, Plan, Project, UnionAll
+from pgtrickle.query.conditions import cast_to, conjuncts
+from pgtrickle.query.plan import Column, Exists, Filter, InnerJoin, Join, Plan, Project, UnionAll
 from pgtrickle.query.subqueries import BOOLEAN
 
 
@@ -26,7 +26,7 @@ def padded(marked: Plan, rows: Plan, mark: Column, columns: tuple[Column, ...]) 
 
 def outer_as_union(join: Join) -> UnionAll:
     """The rows of an outer join, computed by operators that Spark can run with weights."""
-    terms: list[Plan] = [Join("inner", join.left, join.right, join.condition)]
+    terms: list[Plan] = [InnerJoin((join.left, join.right), tuple(conjuncts(join.condition)))]
     if join.kind in {"left", "full"}:
         marked = partner_mark(join.left, join.right, join.condition)
         terms.append(padded(marked, join.left, marked.mark, join.columns))

@@ -10,7 +10,7 @@ from pgtrickle.ivm.fingerprint import check_fingerprint
 from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.unique_key import key_columns
 from pgtrickle.query.binder import Binder
-from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, inputs_of, scans_of
+from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, scans_of, walk
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.unsupported import Unsupported
 
@@ -67,10 +67,6 @@ def _peel(plan: Plan) -> tuple[Plan, tuple[Step, ...]]:
     return plan, tuple(reversed(steps))
 
 
-def _walk(plan: Plan) -> list[Plan]:
-    return [plan, *(node for child in inputs_of(plan) for node in _walk(child))]
-
-
 def is_recomputed(change: Plan) -> bool:
     """Whether any group of the query is recomputed from its rows."""
-    return any(isinstance(node, Regroup) for node in _walk(change))
+    return any(isinstance(node, Regroup) for node in walk(change))

@@ -12,6 +12,7 @@ from pgtrickle.query.plan import (
     Exists,
     Filter,
     Flip,
+    InnerJoin,
     Join,
     KeyFilter,
     Negate,
@@ -58,6 +59,9 @@ class _Simplifier:
                 if inner is None:
                     return None
                 return KeyFilter(inner, plan.column, keys or _nothing(origin), plan.origin_column, plan.nulls)
+            case InnerJoin(inputs=inputs):
+                parts = [self.plan(child) for child in inputs]
+                return replace(plan, inputs=tuple(filter(None, parts))) if all(parts) else None
             case Join(left=left, right=right):
                 one, other = self.plan(left), self.plan(right)
                 return None if one is None or other is None else replace(plan, left=one, right=other)

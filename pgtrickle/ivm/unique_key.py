@@ -13,11 +13,13 @@ from pgtrickle.query.plan import (
     Column,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     Plan,
     Project,
     Scan,
     UnionAll,
+    equalities,
     equi_keys,
 )
 
@@ -43,6 +45,8 @@ def key_of(plan: Plan) -> frozenset[str] | None:
                 value.name: column.id for column, value in items if isinstance(value, exp.Column)
             }
             return frozenset(passed[id_] for id_ in below) if all(id_ in passed for id_ in below) else None
+        case InnerJoin():
+            return _inner_join_key(plan)
         case Join():
             return _join_key(plan)
         case Exists(left=left):
@@ -101,15 +105,51 @@ def _constant(plan: Plan, id_: str) -> str | None:
             return None
 
 
+def _inner_join_key(plan: InnerJoin) -> frozenset[str] | None:
+    """The keys of those inputs that determine the rows of all others."""
+    keys = [key_of(child) for child in plan.inputs]
+    if None in keys:
+        return None
+    pairs = [
+        pair
+        for pair in equalities(plan.inputs, plan.conditions)
+        if pair.columns[0].type.equality_is_shared(pair.columns[1].type)
+    ]
+
+    def determined(by: set[int]) -> bool:
+        """Whether these inputs determine all: an input that is joined on its whole key has at most one row."""
+        found = set(by)
+        while True:
+            more = set()
+            for i in set(range(len(keys))) - found:
+                ids = [
+                    pair.columns[side].id
+                    for pair in pairs
+                    for side in (0, 1)
+                    if pair.sides[side] == i and pair.sides[1 - side] in found
+                ]
+                if (keys[i] or frozenset()) <= _as_unique(plan.inputs[i], ids):
+                    more.add(i)
+            if not more:
+                return len(found) == len(keys)
+            found |= more
+
+    kept = set(range(len(keys)))
+    for i in reversed(range(len(keys))):
+        if determined(kept - {i}):
+            kept.remove(i)
+    return frozenset().union(*(keys[i] or frozenset() for i in kept))
+
+
 def _join_key(plan: Join) -> frozenset[str] | None:
     left, right = key_of(plan.left), key_of(plan.right)
     if left is None or right is None:
         return None
     pairs = [(one, other) for one, other in equi_keys(plan) if one.type.equality_is_shared(other.type)]
     # A side that is joined on its whole key has at most one row for each row of the other.
-    if plan.kind in {"inner", "left"} and right <= _as_unique(plan.right, [other.id for _, other in pairs]):
+    if plan.kind == "left" and right <= _as_unique(plan.right, [other.id for _, other in pairs]):
         return left
-    if plan.kind in {"inner", "right"} and left <= _as_unique(plan.left, [one.id for one, _ in pairs]):
+    if plan.kind == "right" and left <= _as_unique(plan.left, [one.id for one, _ in pairs]):
         return right
     return left | right
 

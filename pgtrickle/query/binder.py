@@ -18,7 +18,6 @@ from pgtrickle.query.plan import (
     Aggregate,
     Column,
     Filter,
-    Join,
     JoinKind,
     Plan,
     Project,
@@ -26,6 +25,7 @@ from pgtrickle.query.plan import (
     Scan,
     UnionAll,
     Values,
+    join_of,
     used_ids,
 )
 from pgtrickle.query.scope import Entry, Scope
@@ -267,7 +267,7 @@ class Binder:
         on = node.args.get("on")
         if has_subquery(on):
             raise Unsupported("a subquery in a join condition is not maintained differentially", on)
-        return Join(kind, left, right, self.resolve(on, scope) if on is not None else exp.true())
+        return join_of(kind, left, right, self.resolve(on, scope) if on is not None else exp.true())
 
     def _join_using(
         self, kind: JoinKind, left: Plan, right: Plan, node: exp.Join, scope: Scope, start: int, middle: int
@@ -277,7 +277,7 @@ class Binder:
         names = [identifier.name for identifier in node.args["using"]]
         pairs = [(ours.resolve(exp.column(name)), theirs.resolve(exp.column(name))) for name in names]
         condition = conjunction(self.equality(one.ref(), one.type, other.ref(), other.type) for one, other in pairs)
-        join = Join(kind, left, right, condition)
+        join = join_of(kind, left, right, condition)
         common = self.typing.union_types([[one.type for one, _ in pairs], [other.type for _, other in pairs]])
         values = [_merged(kind, one, other, type_) for (one, other), type_ in zip(pairs, common, strict=True)]
         computed = [value for value in values if not isinstance(value, exp.Column)]

@@ -8,7 +8,7 @@ of its change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
@@ -52,11 +52,23 @@ class _Operator(_Node):
         inputs = inputs_of(self)  # type: ignore[arg-type]
         # Of the members of a set, count only the largest: a refresh computes only the members that changed.
         members = isinstance(self, UnionAll) and all(map(_reads_member, inputs))
-        return 1 + (max if members else sum)(child.operators for child in inputs)
+        # An inner join of many tables reads each of them by one statement.
+        joined = isinstance(self, InnerJoin)
+        return 1 + (max if members else sum)(1 if joined and child.is_chain else child.operators for child in inputs)
 
     @cached_property
     def reads_changes(self) -> bool:
         return any(child.reads_changes for child in inputs_of(self))  # type: ignore[arg-type]
+
+    @cached_property
+    def databases(self) -> frozenset[str]:
+        """The databases whose tables the plan reads."""
+        return frozenset().union(*(child.databases for child in inputs_of(self)))  # type: ignore[arg-type]
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether the plan is filters and projections over one table, which PostgreSQL evaluates while it reads."""
+        return isinstance(self, Filter | Project | KeyFilter) and self.input.is_chain
 
 
 def _identity(value: object) -> str:
@@ -134,6 +146,14 @@ class Scan(_Operator):
     def reads_changes(self) -> bool:
         return self.version is Version.DELTA
 
+    @cached_property
+    def databases(self) -> frozenset[str]:
+        return frozenset({self.relation.database})
+
+    @cached_property
+    def is_chain(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, eq=False)
 class Values(_Operator):
@@ -164,12 +184,27 @@ class Project(_Operator):
         return tuple(column for column, _ in self.items)
 
 
-JoinKind: TypeAlias = Literal["inner", "left", "right", "full"]
+@dataclass(frozen=True, eq=False)
+class InnerJoin(_Operator):
+    """The combinations of one row of each input that meet all conditions."""
+
+    inputs: tuple[Plan, ...]
+    conditions: tuple[exp.Expression, ...]
+
+    @cached_property
+    def columns(self) -> tuple[Column, ...]:
+        return tuple(column for child in self.inputs for column in child.columns)
+
+
+OuterKind: TypeAlias = Literal["left", "right", "full"]
+JoinKind: TypeAlias = Literal["inner"] | OuterKind
 
 
 @dataclass(frozen=True, eq=False)
 class Join(_Operator):
-    kind: JoinKind
+    """An outer join."""
+
+    kind: OuterKind
     left: Plan
     right: Plan
     condition: exp.Expression
@@ -295,6 +330,7 @@ Plan: TypeAlias = (
     | Values
     | Filter
     | Project
+    | InnerJoin
     | Join
     | Exists
     | Aggregate
@@ -326,17 +362,27 @@ def inputs_of(plan: Plan) -> tuple[Plan, ...]:
             return (new, old, trigger)
         case Join(left=left, right=right) | Exists(left=left, right=right):
             return (left, right)
-        case UnionAll(inputs=inputs):
+        case UnionAll(inputs=inputs) | InnerJoin(inputs=inputs):
             return inputs
         case Flip(left=left, left_delta=left_delta, right=right, right_delta=right_delta):
             return (left, left_delta, right, right_delta)
 
 
+def walk(plan: Plan) -> Iterator[Plan]:
+    """Every node of the plan, from left to right. A node that occurs several times comes once."""
+    seen: set[int] = set()
+    waiting = [plan]
+    while waiting:
+        node = waiting.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            yield node
+            waiting += reversed(inputs_of(node))
+
+
 def scans_of(plan: Plan) -> list[Scan]:
     """Every scan of the plan, from left to right."""
-    if isinstance(plan, Scan):
-        return [plan]
-    return [scan for child in inputs_of(plan) for scan in scans_of(child)]
+    return [node for node in walk(plan) if isinstance(node, Scan)]
 
 
 def _reads_member(plan: Plan) -> bool:
@@ -356,7 +402,7 @@ def _reads_member(plan: Plan) -> bool:
 
 def databases_of(plan: Plan) -> frozenset[str]:
     """The databases whose tables the plan reads."""
-    return frozenset(scan.relation.database for scan in scans_of(plan))
+    return plan.databases
 
 
 def used_ids(expression: exp.Expression) -> set[str]:
@@ -384,7 +430,7 @@ def at_version(plan: Plan, version: Version) -> Plan:
                 return replace(plan, input=moved(child), origin=origin if origin.reads_changes else moved(origin))
             case Join(left=left, right=right) | Exists(left=left, right=right):
                 return replace(plan, left=moved(left), right=moved(right))
-            case UnionAll(inputs=inputs):
+            case UnionAll(inputs=inputs) | InnerJoin(inputs=inputs):
                 return replace(plan, inputs=tuple(map(moved, inputs)))
             case Values():
                 return plan
@@ -394,19 +440,33 @@ def at_version(plan: Plan, version: Version) -> Plan:
     return moved(plan)
 
 
+@dataclass(frozen=True)
+class Equality:
+    """A condition that a column of one input equals a column of another one; inputs are given by their position."""
+
+    sides: tuple[int, int]
+    columns: tuple[Column, Column]
+
+
+def equalities(inputs: Sequence[Plan], conditions: Iterable[exp.Expression]) -> list[Equality]:
+    """The conditions that require columns of two inputs to be equal."""
+    home = {column.id: (i, column) for i, child in enumerate(inputs) for column in child.columns}
+    found = []
+    for part in conditions:
+        if isinstance(part, exp.EQ) and isinstance(part.this, exp.Column) and isinstance(part.expression, exp.Column):
+            if part.this.name not in home or part.expression.name not in home:
+                continue
+            (i, one), (j, other) = sorted(
+                (home[part.this.name], home[part.expression.name]), key=lambda place: place[0]
+            )
+            if i != j:
+                found.append(Equality((i, j), (one, other)))
+    return found
+
+
 def equi_keys(node: Join | Exists | Flip) -> list[tuple[Column, Column]]:
     """Pairs of a left and a right column that the condition requires to be equal."""
-    left = {column.id: column for column in node.left.columns}
-    right = {column.id: column for column in node.right.columns}
-    pairs = []
-    for part in conjuncts(node.condition):
-        if isinstance(part, exp.EQ) and isinstance(part.this, exp.Column) and isinstance(part.expression, exp.Column):
-            one, other = part.this.name, part.expression.name
-            if one in left and other in right:
-                pairs.append((left[one], right[other]))
-            elif one in right and other in left:
-                pairs.append((left[other], right[one]))
-    return pairs
+    return [found.columns for found in equalities((node.left, node.right), conjuncts(node.condition))]
 
 
 def scanning(chain: Plan, version: Version) -> Plan:
@@ -420,6 +480,13 @@ def scanning(chain: Plan, version: Version) -> Plan:
             raise AssertionError(f"{type(chain).__name__} is no chain over one table")
 
 
+def join_of(kind: JoinKind, left: Plan, right: Plan, condition: exp.Expression) -> InnerJoin | Join:
+    """The join of two plans."""
+    if kind == "inner":
+        return InnerJoin((left, right), tuple(conjuncts(condition)))
+    return Join(kind, left, right, condition)
+
+
 def rebuild(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
     """The same node with `change` applied to its inputs; for plans that are not differentiated yet."""
     match plan:
@@ -427,7 +494,7 @@ def rebuild(plan: Plan, change: Callable[[Plan], Plan]) -> Plan:
             return replace(plan, input=change(child))
         case Join(left=left, right=right) | Exists(left=left, right=right):
             return replace(plan, left=change(left), right=change(right))
-        case UnionAll(inputs=inputs):
+        case UnionAll(inputs=inputs) | InnerJoin(inputs=inputs):
             return replace(plan, inputs=tuple(change(child) for child in inputs))
         case _:
             return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ def chain(kind: str, joins: int) -> str:
 
 
 LARGE = {"lefts": chain("LEFT", 16), "fulls": chain("FULL", 12), "inners": chain("INNER", 20)}
+TOO_MUCH = "more than (600|1000) operators"
 RECOMPUTED = (
     "SELECT r0.kind AS a, r1.kind AS b, r2.kind AS c, percentile_disc(0.5) WITHIN GROUP (ORDER BY r5.id) AS middle,"
     " array_agg(r4.id ORDER BY r4.id) AS ids FROM r0"
@@ -54,12 +56,12 @@ def test_many_joins_are_refreshed_in_full_without_affecting_others(
 ) -> None:
     db.create_stream_table("small", "SELECT kind, count(*) AS n FROM r0 GROUP BY kind", initialize=False)
     for name, query in LARGE.items():
-        with pytest.raises(NotDifferentiableError, match=rf"{name} cannot .* takes more than 600 operators") as caught:
+        with pytest.raises(NotDifferentiableError, match=rf"{name} cannot .* {TOO_MUCH}") as caught:
             db.create_stream_table(name, query, refresh_mode="DIFFERENTIAL")
         assert "AUTO or FULL" in (caught.value.hint or "")
         table = db.create_stream_table(name, query, initialize=False)
         assert table.effective_mode == "FULL"
-        assert "600 operators" in (table.mode_reason or "")
+        assert re.search(TOO_MUCH, table.mode_reason or "")
     db.refresh_all()
     conn.execute("INSERT INTO r0 VALUES (6, 1, 'new')")
     conn.execute("DELETE FROM r3 WHERE id = 2")

@@ -21,6 +21,7 @@ from pgtrickle.query.plan import (
     Filter,
     Flip,
     Fragment,
+    InnerJoin,
     Join,
     KeyFilter,
     Negate,
@@ -32,6 +33,7 @@ from pgtrickle.query.plan import (
     Values,
     Version,
     at_version,
+    used_ids,
 )
 from pgtrickle.refresh.fetch.key_origins import origins_of
 from tests.support.evaluation import Env, Row, Value, aggregate, evaluate
@@ -131,6 +133,8 @@ class _Interpreter:
                 found = self.rows(child)
                 envs = [(_env(child.columns, row), weight) for row, weight in found.items()]
                 return zset((tuple(evaluate(value, env) for _, value in items), weight) for env, weight in envs)
+            case InnerJoin():
+                return self._inner_join(plan)
             case Join():
                 return self._join(plan)
             case Exists(left=left, condition=condition, right=right):
@@ -154,10 +158,29 @@ class _Interpreter:
                 (place,) = _places(child.columns, [column])
                 return {row: w for row, w in self.rows(child).items() if keys is None or row[place] in keys}
 
+    def _inner_join(self, plan: InnerJoin) -> ZSet:
+        rows: ZSet = {(): 1}
+        columns: tuple[Column, ...] = ()
+        rest = list(plan.conditions)
+        for child in plan.inputs:
+            columns += child.columns
+            ids = {column.id for column in columns}
+            complete = [part for part in rest if used_ids(part) <= ids]
+            rest = [part for part in rest if not used_ids(part) <= ids]
+            combined = (
+                ((*row, *other), weight * other_weight)
+                for row, weight in rows.items()
+                for other, other_weight in self.rows(child).items()
+            )
+            rows = zset(
+                (row, weight) for row, weight in combined if all(_holds(part, _env(columns, row)) for part in complete)
+            )
+        assert not rest
+        return rows
+
     def _join(self, plan: Join) -> ZSet:
-        # A row of an outer join is padded or not, which is no matter of weights.
-        read = self.rows if plan.kind == "inner" else self.state
-        left, right = read(plan.left), read(plan.right)
+        # A row is padded or not, which is no matter of weights.
+        left, right = self.state(plan.left), self.state(plan.right)
         pairs: list[tuple[Row, int]] = []
         met: set[Row] = set()
         met_right: set[Row] = set()

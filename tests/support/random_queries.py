@@ -33,6 +33,7 @@ _ADDITIVE = ("count(*)", "count({})", "sum({})", "avg({})")
 _RECOMPUTED = ("min({})", "max({})", "count(DISTINCT {})", "sum(DISTINCT {})")
 _MOST_SOURCES = 4
 _MOST_ROWS = 6
+_MOST_JOINED_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,25 @@ def cases(draw: st.DrawFn, *, additive: bool = False, nan: bool = True) -> Case:
 
 
 @st.composite
-def _states(draw: st.DrawFn, relation: Relation, nan: bool) -> TableState:
+def joins(draw: st.DrawFn) -> Case:
+    """A query that joins three to six tables, some of them several times, all of which change."""
+    writer = _Writer(draw)
+    query = writer.joins()
+    unread = TableState({}, {})
+    states = {
+        relation.oid: draw(_states(relation, False, _MOST_JOINED_ROWS)) if relation.oid in writer.read else unread
+        for relation in TABLES
+    }
+    return Case(query, states)
+
+
+@st.composite
+def _states(draw: st.DrawFn, relation: Relation, nan: bool, most: int = _MOST_ROWS) -> TableState:
     """A table's rows before and after some of them were inserted, deleted and updated."""
     row = _rows(relation, nan)
-    places = st.integers(0, _MOST_ROWS - 1)
+    places = st.integers(0, most - 1)
     changes = st.tuples(row, st.none()) | st.tuples(st.none(), places) | st.tuples(row, places)
-    old = draw(st.lists(row, min_size=1, max_size=_MOST_ROWS))
+    old = draw(st.lists(row, min_size=1, max_size=most))
     old = list({row[0]: row for row in old}.values()) if relation.key else old
     new = list(old)
     for inserted, deleted in draw(st.lists(changes, min_size=1, max_size=3)):
@@ -129,6 +143,25 @@ class _Writer:
         """A query whose groups add up."""
         return self._grouped(1, ["number", *self.kinds()], _ADDITIVE, counted=True)
 
+    def joins(self) -> str:
+        """A query over an inner join of many sources, possibly grouped."""
+        self._sources = 2 * self._pick((3, 4, 5, 6))
+        from_, fields = self._inner_joined(self._sources // 2)
+        where = f" WHERE {self._condition(fields)}" if self._likely(40) else ""
+        kinds = self.kinds()
+        match self._pick(("plain", "plain", "distinct", "grouped")):
+            case "grouped":
+                key = self._key(fields)
+                calls = ", ".join(
+                    f"{self._call(fields, self._pick((_ADDITIVE, _RECOMPUTED)))} AS c{i + 2}" for i in range(len(kinds))
+                )
+                return f"SELECT {key} AS c1, {calls} FROM {from_}{where} GROUP BY {key}"
+            case shape:
+                distinct = "DISTINCT " if shape == "distinct" else ""
+                return (
+                    f"SELECT {distinct}{_listed([self._output(0, fields, kind) for kind in kinds])} FROM {from_}{where}"
+                )
+
     def _plain(self, depth: int, kinds: Sequence[Kind], distinct: str = "") -> str:
         from_, fields = self._from(depth)
         where = self._where(depth, fields)
@@ -183,6 +216,28 @@ class _Writer:
         left, mine = self._joined(on_left, depth)
         right, theirs = self._joined(width - on_left, depth)
         return f"({left} {self._pick(_JOINS)} {right} ON {self._meeting(mine, theirs)})", mine + theirs
+
+    def _inner_joined(self, width: int) -> tuple[str, list[_Field]]:
+        """So many sources, nearly all of them joined by equality; some of the joins are subqueries."""
+        if width == 1:
+            return self._source(0)
+        on_left = self._pick((1, width - 1, width - 1, width // 2))
+        left, mine = self._inner_joined(on_left)
+        right, theirs = self._inner_joined(width - on_left)
+        condition = f"({self._number(mine, plain=True)} = {self._number(theirs, plain=True)})"
+        if self._likely(25):
+            condition = f"({condition} AND {self._meeting(mine, theirs)})"
+        elif self._likely(15):
+            condition = self._meeting(mine, theirs)
+        joined, fields = f"({left} {'LEFT ' if self._likely(10) else ''}JOIN {right} ON {condition})", mine + theirs
+        if not self._likely(25):
+            return joined, fields
+        alias = f"x{next(self._aliases)}"
+        shown = self._draw(st.lists(st.sampled_from(fields), min_size=1, max_size=4))
+        return (
+            f"(SELECT {_listed([field.sql for field in shown])} FROM {joined}) {alias}",
+            _fields(alias, [field.kind for field in shown]),
+        )
 
     def _source(self, depth: int) -> tuple[str, list[_Field]]:
         self._sources -= 1

@@ -27,12 +27,13 @@ from pgtrickle.query.plan import (
     Filter,
     Flip,
     Fragment,
-    Join,
+    InnerJoin,
     Negate,
     Plan,
     Project,
     Regroup,
     UnionAll,
+    used_ids,
 )
 from pgtrickle.query.types import BOOL, Form, PgType
 
@@ -109,14 +110,8 @@ class _SparkCompiler:
                 return self._union([(child, -1)], child.columns, wanted)
             case Regroup(new=new, old=old):
                 return self._union([(new, 1), (old, -1)], plan.columns, wanted)
-            case Join(left=left, right=right, condition=condition):
-                text, needed = _condition((*left.columns, *right.columns), condition)
-                one = self.rows(left, _of(left, wanted | needed))
-                other = self.rows(right, _of(right, wanted | needed))
-                if one is None or other is None:
-                    return None
-                items = [*self._left, *_names(wanted), "l.w * r.w AS w"]
-                return f"SELECT {', '.join(items)} FROM ({one}) l JOIN ({other}) r ON ({text}){self._same}"
+            case InnerJoin():
+                return self._inner_join(plan, wanted)
             case Exists():
                 return self._exists(plan, wanted)
             case Flip():
@@ -164,6 +159,27 @@ class _SparkCompiler:
             weight = "-w AS w" if sign < 0 else "w"
             selects.append(f"SELECT {', '.join([*self.shared, *items, weight])} FROM ({rows})")
         return " UNION ALL ".join(selects) if selects else None
+
+    def _inner_join(self, plan: InnerJoin, wanted: FormSet) -> str | None:
+        """Each input with the conditions that it completes."""
+        conditions = [(used_ids(part), *_condition(plan.columns, part)) for part in plan.conditions]
+        needed = wanted.union(*(forms for *_, forms in conditions))
+        joined = ""
+        known: set[str] = set()
+        for i, child in enumerate(plan.inputs):
+            rows = self.rows(child, _of(child, needed))
+            if rows is None:
+                return None
+            before, known = known, known | {column.id for column in child.columns}
+            if not i:
+                joined = f"({rows}) j0"
+                continue
+            complete = [f"({text})" for ids, text, _ in conditions if ids <= known and not (i > 1 and ids <= before)]
+            complete += [f"j0.{name} = j{i}.{name}" for name in self.shared]
+            joined += f" JOIN ({rows}) j{i} ON {' AND '.join(complete) or 'true'}"
+        weight = " * ".join(f"j{i}.w" for i in range(len(plan.inputs)))
+        items = [*(f"j0.{name} AS {name}" for name in self.shared), *_names(wanted), f"{weight} AS w"]
+        return f"SELECT {', '.join(items)} FROM {joined}"
 
     def _exists(self, plan: Exists, wanted: FormSet) -> str | None:
         text, needed = _condition((*plan.left.columns, *plan.right.columns), plan.condition)

@@ -11,6 +11,7 @@ from pgtrickle.query.plan import (
     Column,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     NewColumn,
     Plan,
@@ -31,6 +32,8 @@ def compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Pl
     plan = rebuild(plan, lambda child: compute_operands(child, new_column, types_of))
     sides: list[Plan]
     match plan:
+        case InnerJoin(inputs=inputs, conditions=parts):
+            sides, condition = list(inputs), conjunction(parts)
         case Join(left=left, right=right, condition=condition) | Exists(left=left, right=right, condition=condition):
             sides = [left, right]
         case Filter(input=Join(kind="left" | "right") | Exists() as child, condition=condition):
@@ -80,6 +83,8 @@ def compute_operands(plan: Plan, new_column: NewColumn, types_of: TypesOf) -> Pl
         return plan
     if isinstance(plan, Filter):
         return keep_columns(Filter(sides[0], computed), plan.columns)
+    if isinstance(plan, InnerJoin):
+        return keep_columns(InnerJoin(tuple(sides), tuple(conjuncts(computed))), plan.columns)
     return keep_columns(replace(plan, left=sides[0], right=sides[1], condition=computed), plan.columns)
 
 
@@ -107,11 +112,11 @@ def _home(plan: Plan, reads: set[str]) -> Plan | None:
             return _home(child, reads)
         case Exists(left=left):
             return _home(left, reads) if reads <= column_ids(left) else None
-        case Join(kind=kind, left=left, right=right):
-            if reads <= column_ids(left) and kind in {"inner", "left"}:
-                return _home(left, reads)
-            if reads <= column_ids(right) and kind in {"inner", "right"}:
-                return _home(right, reads)
+        case InnerJoin(inputs=inputs):
+            return next((_home(child, reads) for child in inputs if reads <= column_ids(child)), None)
+        case Join(kind="left", left=side) | Join(kind="right", right=side):
+            return _home(side, reads) if reads <= column_ids(side) else None
+        case Join():
             return None
         case _:
             return plan
@@ -126,6 +131,15 @@ def _with_column(plan: Plan, home: Plan, column: Column, value: exp.Expression) 
             return replace(plan, input=_with_column(child, home, column, value))
         case Exists(left=left):
             return replace(plan, left=_with_column(left, home, column, value))
+        case InnerJoin(inputs=inputs):
+            reads = used_ids(value)
+            return replace(
+                plan,
+                inputs=tuple(
+                    _with_column(child, home, column, value) if reads <= column_ids(child) else child
+                    for child in inputs
+                ),
+            )
         case Join(left=left, right=right) if used_ids(value) <= column_ids(left):
             return replace(plan, left=_with_column(left, home, column, value))
         case Join(right=right):

@@ -8,6 +8,7 @@ from pgtrickle.query.plan import (
     Aggregate,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     Plan,
     Project,
@@ -33,6 +34,9 @@ def prune(plan: Plan, needed: set[str]) -> Plan:
             kept = tuple(pair for pair in items if pair[0].id in needed)
             below: set[str] = set().union(*(used_ids(value) for _, value in kept)) if kept else set()
             return Project(prune(child, below), kept)
+        case InnerJoin(inputs=inputs, conditions=conditions):
+            wanted = needed.union(*(used_ids(part) for part in conditions))
+            return InnerJoin(tuple(prune(child, wanted) for child in inputs), conditions)
         case Join(left=left, right=right, condition=condition):
             wanted = needed | used_ids(condition)
             return replace(plan, left=prune(left, wanted), right=prune(right, wanted))

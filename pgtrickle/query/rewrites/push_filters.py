@@ -11,6 +11,7 @@ from pgtrickle.query.plan import (
     Aggregate,
     Exists,
     Filter,
+    InnerJoin,
     Join,
     Plan,
     Project,
@@ -28,16 +29,20 @@ def push_filters(plan: Plan, parts: list[exp.Expression]) -> Plan:
         case Project(input=child, items=items):
             mapping = {column.id: value for column, value in items}
             return Project(push_filters(child, [substitute(part, mapping) for part in parts]), items)
+        case InnerJoin(inputs=inputs, conditions=conditions):
+            rest = [*parts, *conditions]
+            below = []
+            for child in inputs:
+                down = [part for part in rest if used_ids(part) <= column_ids(child)]
+                rest = [part for part in rest if part not in down]
+                below.append(push_filters(child, down))
+            return InnerJoin(tuple(below), tuple(rest))
         case Join(kind=kind, left=left, right=right, condition=condition):
-            if kind == "inner":
-                parts, condition = [*parts, *conjuncts(condition)], exp.true()
-            to_left = [part for part in parts if kind in {"inner", "left"} and used_ids(part) <= column_ids(left)]
+            to_left = [part for part in parts if kind == "left" and used_ids(part) <= column_ids(left)]
             rest = [part for part in parts if part not in to_left]
-            to_right = [part for part in rest if kind in {"inner", "right"} and used_ids(part) <= column_ids(right)]
+            to_right = [part for part in rest if kind == "right" and used_ids(part) <= column_ids(right)]
             rest = [part for part in rest if part not in to_right]
             on = conjuncts(condition)
-            if kind == "inner":
-                on, rest = rest, []
             # In an outer join, an ON condition over the padded side alone only restricts that side.
             if kind in {"left", "right"}:
                 padded = right if kind == "left" else left

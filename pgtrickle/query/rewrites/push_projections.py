@@ -9,6 +9,7 @@ from sqlglot import exp
 from pgtrickle.query.plan import (
     Column,
     Filter,
+    InnerJoin,
     Join,
     Plan,
     Project,
@@ -26,35 +27,39 @@ def push_projections(plan: Plan) -> Plan:
             mapping = {column.id: value for column, value in child.items}
             plan = Project(child.input, tuple((column, substitute(value, mapping)) for column, value in plan.items))
             child = plan.input
-        if isinstance(child, Join):
+        if isinstance(child, InnerJoin | Join):
             plan = _split_items(plan, child)
-        elif isinstance(child, Filter) and isinstance(child.input, Join):
+        elif isinstance(child, Filter) and isinstance(child.input, InnerJoin | Join):
             plan = _split_items(plan, child.input, child.condition)
     return rebuild(plan, push_projections)
 
 
-def _split_items(plan: Project, join: Join, condition: exp.Expression | None = None) -> Project:
+def _split_items(plan: Project, join: InnerJoin | Join, condition: exp.Expression | None = None) -> Project:
     """Move expressions that read one preserved side below the join."""
-    sides = {"inner": ("left", "right"), "left": ("left",), "right": ("right",), "full": ()}[join.kind]
-    extra: dict[str, list[tuple[Column, exp.Expression]]] = {"left": [], "right": []}
+    sides = join.inputs if isinstance(join, InnerJoin) else (join.left, join.right)
+    preserved = {"left": (0,), "right": (1,), "full": ()}[join.kind] if isinstance(join, Join) else range(len(sides))
+    extra: dict[int, list[tuple[Column, exp.Expression]]] = {}
     items: list[tuple[Column, exp.Expression]] = []
     for column, value in plan.items:
-        home = next(
-            (side for side in sides if used_ids(value) and used_ids(value) <= column_ids(getattr(join, side))), None
-        )
+        reads = used_ids(value)
+        home = next((i for i in preserved if reads and reads <= column_ids(sides[i])), None)
         if home is not None and not isinstance(value, exp.Column):
-            extra[home].append((column, value))
+            extra.setdefault(home, []).append((column, value))
             items.append((column, column.ref()))
         else:
             items.append((column, value))
-    if not any(extra.values()):
+    if not extra:
         return plan
-    parts = {}
-    for side in ("left", "right"):
-        child: Plan = getattr(join, side)
+    parts: list[Plan] = []
+    for i, child in enumerate(sides):
         passed = tuple((column, column.ref()) for column in child.columns)
-        parts[side] = Project(child, (*passed, *extra[side])) if extra[side] else child
-    node: Plan = replace(join, left=parts["left"], right=parts["right"])
+        parts.append(Project(child, (*passed, *extra[i])) if i in extra else child)
+    one, *others = parts
+    node: Plan = (
+        replace(join, inputs=(one, *others))
+        if isinstance(join, InnerJoin)
+        else replace(join, left=one, right=others[0])
+    )
     if condition is not None:
         node = Filter(node, condition)
     return Project(node, tuple(items))

@@ -15,6 +15,7 @@ from pgtrickle.query.plan import (
     Exists,
     Filter,
     Flip,
+    InnerJoin,
     Join,
     KeyFilter,
     Negate,
@@ -60,6 +61,8 @@ def _trace(plan: Plan, column: Column) -> list[Origin] | None:
                 return _trace(child, next(item for item in child.columns if item.id == value.name))
             # A constant, such as the NULL on the padded side of an outer join, is the only value.
             return [Origin(Values((column,), ((value,),)), column)] if constant(value) is not None else None
+        case InnerJoin(inputs=inputs):
+            return _trace(next(child for child in inputs if column in child.columns), column)
         case Join(left=left, right=right):
             side = left if column.id in {item.id for item in left.columns} else right
             return _trace(side, column)

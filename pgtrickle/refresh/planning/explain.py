@@ -6,12 +6,14 @@ from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
 from pgtrickle.compile.sql_text import readable
+from pgtrickle.query.conditions import conjunction
 from pgtrickle.query.plan import (
     Aggregate,
     Exists,
     Filter,
     Flip,
     Fragment,
+    InnerJoin,
     Join,
     KeyFilter,
     Negate,
@@ -76,6 +78,8 @@ def _describe(plan: Plan) -> str:
             return f"{_describe(child)}, looked up by {column.name}"
         case Filter(input=child) | Project(input=child):
             return f"{_describe(child)}"
+        case InnerJoin(conditions=conditions):
+            return f"inner join on {conjunction(conditions).sql(dialect='postgres')}"
         case Join(kind=kind, condition=condition):
             return f"{kind} join on {condition.sql(dialect='postgres')}"
         case Exists():

@@ -38,6 +38,7 @@ from pgtrickle.query.plan import (
 )
 from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
 from pgtrickle.query.rewrites.compute_operands import compute_operands
+from pgtrickle.query.rewrites.flatten_joins import flatten_joins
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.rewrites.prune import prune
 from pgtrickle.query.rewrites.push_filters import push_filters
@@ -46,7 +47,7 @@ from pgtrickle.query.unsupported import Unsupported
 from tests.support.group_state import GroupStates, add_states, group_rows, group_states, living
 from tests.support.interpreter import EXACT, Reading, States, TableState, ZSet, interpret, minus
 from tests.support.planning import bind_query, plan_query
-from tests.support.random_queries import TABLES, Case, cases
+from tests.support.random_queries import TABLES, Case, cases, joins
 
 T = TypeVar("T")
 Rewrite = Callable[[Plan, NewColumn, TypesOf], Plan]
@@ -57,6 +58,7 @@ REWRITES: dict[str, Rewrite] = {
     "push_filters": lambda plan, *_: push_filters(plan, []),
     "compute_operands": compute_operands,
     "compute_arguments": compute_arguments,
+    "flatten_joins": lambda plan, *_: flatten_joins(plan),
     "push_projections": lambda plan, *_: push_projections(plan),
     "prune": lambda plan, *_: prune(plan, {column.id for column in plan.columns}),
     "normalise": normalise,
@@ -64,7 +66,7 @@ REWRITES: dict[str, Rewrite] = {
 }
 
 
-@given(cases())
+@given(cases() | joins())
 def test_the_change_of_a_plan_is_new_minus_old(case: Case) -> None:
     bound, new_column, types_of = bind_query(case.query, TABLES)
     for plan in (bound, normalise(bound, new_column, types_of)):
@@ -74,7 +76,7 @@ def test_the_change_of_a_plan_is_new_minus_old(case: Case) -> None:
             assert _changed_rows(change, case.states, reading) == difference, reading
 
 
-@given(cases())
+@given(cases() | joins())
 def test_a_change_is_as_simple_as_the_tables_that_changed(case: Case) -> None:
     plan = normalise(*bind_query(case.query, TABLES))
     change = _change_of(plan)
@@ -88,7 +90,7 @@ def test_a_change_is_as_simple_as_the_tables_that_changed(case: Case) -> None:
             assert _changed_rows(simple, states, reading) == difference, reading
 
 
-@given(cases())
+@given(cases() | joins())
 def test_a_rewrite_keeps_the_rows(case: Case) -> None:
     plan, new_column, types_of = bind_query(case.query, TABLES)
     rows = interpret(plan, case.states)
@@ -131,7 +133,7 @@ def test_a_program_gives_the_change_of_its_query(case: Case) -> None:
     assert _finished(change, program.core.columns, program.finish) == _difference(bound, case.states)
 
 
-@given(cases())
+@given(cases() | joins())
 def test_a_key_identifies_rows(case: Case) -> None:
     plan, new_column, types_of = bind_query(case.query, TABLES)
     for form in (plan, normalise(plan, new_column, types_of)):
@@ -143,7 +145,7 @@ def test_a_key_identifies_rows(case: Case) -> None:
         assert len({tuple(row[i] for i in places) for row in rows}) == sum(rows.values())
 
 
-@given(cases())
+@given(cases() | joins())
 def test_expressions_of_a_change_sink(case: Case) -> None:
     change = _change_of(normalise(*bind_query(case.query, TABLES)))
     for node in _projections(change) if change is not None else ():
@@ -152,7 +154,7 @@ def test_expressions_of_a_change_sink(case: Case) -> None:
             assert interpret(sunk, case.states) == interpret(node, case.states)
 
 
-@given(cases())
+@given(cases() | joins())
 def test_placement_keeps_the_rows(case: Case) -> None:
     change = _change_of(normalise(*bind_query(case.query, TABLES)))
     assume(change is not None)
@@ -202,7 +204,7 @@ def _unchanged(state: TableState) -> TableState:
 
 def _without_outer_joins(plan: Plan) -> Plan:
     plan = rebuild(plan, _without_outer_joins)
-    return outer_as_union(plan) if isinstance(plan, Join) and plan.kind != "inner" else plan
+    return outer_as_union(plan) if isinstance(plan, Join) else plan
 
 
 def _projections(plan: Plan) -> Iterator[Project]:

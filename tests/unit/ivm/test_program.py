@@ -82,15 +82,15 @@ def test_sums_of_decimals_add_up_and_other_aggregates_recompute_their_groups() -
     assert isinstance(other.change, Regroup)
 
 
-def test_a_join_reads_left_at_the_cut_and_right_at_the_frontier() -> None:
+def test_a_join_reads_inputs_before_the_change_at_the_cut_and_those_after_it_at_the_frontier() -> None:
     program = plan_query("SELECT o.id, c.tier FROM shop.orders o JOIN shop.customers c ON (c.id = o.customer)")
     assert program.change is not None
     versions = [(scan.relation.name, scan.version) for scan in scans_of(program.change)]
     assert versions == [
         ("orders", Version.DELTA),
         ("customers", Version.OLD),
-        ("orders", Version.NEW),
         ("customers", Version.DELTA),
+        ("orders", Version.NEW),
     ]
     bounded = [node for node in nodes(program.change) if isinstance(node, KeyFilter)]
     assert [node.column.name for node in bounded] == ["id", "customer"]
