@@ -14,7 +14,21 @@ from typing import Any
 import click
 from rich.console import Console
 
-from bench import broker, citus, fusion, isolation, many, patterns, quotas, refresh, steady, tenants, tick, write_cost
+from bench import (
+    broker,
+    citus,
+    fusion,
+    isolation,
+    many,
+    patterns,
+    quotas,
+    refresh,
+    steady,
+    tenants,
+    tick,
+    tpch,
+    write_cost,
+)
 from bench.dataset import QUERIES
 from bench.server import Bench, bench_server
 from bench.tables import print_refresh, print_verdicts
@@ -177,6 +191,20 @@ def citus_command(rows: int, repeat: int, single: int, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     citus.plot(measured, out / "citus.png")
     console.print(f"wrote {out / 'citus.png'}")
+
+
+@main.command("tpch")
+@click.option("--scale", default=0.1, show_default=True, help="1 has 1.5 million orders.")
+@click.option("--changes", default=0.0001, show_default=True, help="Share of the orders that are replaced per round.")
+@click.option("--rounds", default=5, show_default=True)
+@click.option("--query", "queries", multiple=True, type=click.Choice(list(tpch.QUERIES)), help="Only this one.")
+def tpch_command(scale: float, changes: float, rounds: int, queries: tuple[str, ...]) -> None:
+    """The queries of TPC-H that join six to eight tables, beside their refreshes."""
+    console = _console()
+    with _progress(console) as say, bench_server() as bench:
+        figures = tpch.run(bench, scale, changes, rounds, say, queries)
+    stop_spark()
+    tpch.show(console, figures)
 
 
 @main.command("isolation")

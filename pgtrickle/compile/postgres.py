@@ -35,7 +35,6 @@ from pgtrickle.query.plan import (
     Values,
     Version,
     at_version,
-    used_ids,
 )
 from pgtrickle.query.types import (
     BOOL,
@@ -270,25 +269,14 @@ class _Compiler:
         return f"{_select(plan.columns, weighted)} FROM ({rows}) AS k WHERE {condition}", weighted
 
     def _inner_join(self, plan: InnerJoin) -> tuple[str, bool]:
-        """Each input with the conditions that it completes, so that the text names the joins in their order."""
-        names: list[str] = []
-        weights: list[str] = []
-        joined = ""
-        known: set[str] = set()
-        rest = list(plan.conditions)
-        for i, child in enumerate(plan.inputs):
-            rows, weighted = self.rows(child)
-            names += [ident(column.id) for column in child.columns]
-            weights += [f"j{i}.w"] * weighted
-            known |= {column.id for column in child.columns}
-            complete = [part for part in rest if used_ids(part) <= known]
-            if not i:
-                joined = f"({rows}) AS j0"
-                continue
-            rest = [part for part in rest if part not in complete]
-            joined += f" JOIN ({rows}) AS j{i} ON {expression_sql(conjunction(complete))}"
+        # As a list without JOIN: PostgreSQL keeps the order of joins that are written out, if they are many.
+        parts = [self.rows(child) for child in plan.inputs]
+        weights = [f"j{i}.w" for i, (_, weighted) in enumerate(parts) if weighted]
+        names = [ident(column.id) for column in plan.columns]
         items = names + ([" * ".join(weights) + " AS w"] if weights else [])
-        return f"SELECT {', '.join(items)} FROM {joined}", bool(weights)
+        tables = ", ".join(f"({rows}) AS j{i}" for i, (rows, _) in enumerate(parts))
+        condition = expression_sql(conjunction(plan.conditions))
+        return f"SELECT {', '.join(items)} FROM {tables} WHERE {condition}", bool(weights)
 
     def _join(self, kind: str, left: Plan, right: Plan, condition: exp.Expression) -> tuple[str, bool]:
         left_rows, left_weighted = self.rows(left)

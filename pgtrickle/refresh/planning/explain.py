@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sqlglot import exp
+
 from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.placement import Placer
 from pgtrickle.compile.postgres import compile_fragment
@@ -57,6 +59,9 @@ def _draw(plan: Plan, indent: str, lines: list[str]) -> None:
     if isinstance(plan, Fragment):
         lines.append(f"{indent}PostgreSQL: {_describe(plan.plan)}  [{plan.why}]")
         lines.append(f"{indent}  {_short(compile_fragment(plan.plan, ()).text)}")
+        return
+    if isinstance(plan, Project) and all(isinstance(value, exp.Column) for _, value in plan.items):
+        _draw(plan.input, indent, lines)
         return
     lines.append(f"{indent}Spark: {_describe(plan)}")
     for child in inputs_of(plan)[: 2 if isinstance(plan, Regroup) else None]:
