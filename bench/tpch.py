@@ -49,23 +49,23 @@ _FILL: Sequence[LiteralString] = (
     "INSERT INTO nation SELECT i, (ARRAY['ALGERIA', 'BRAZIL', 'CHINA', 'FRANCE', 'EGYPT', 'ETHIOPIA', 'CANADA', 'INDIA',"
     " 'GERMANY', 'IRAN'])[i %% 10 + 1] || CASE WHEN i < 10 THEN '' ELSE ' ' || i / 10 END, i %% 5"
     " FROM generate_series(0, 24) AS i",
-    "INSERT INTO supplier SELECT i, abs(hashint4(i)) %% 25 FROM generate_series(1, %(supplier)s) AS i",
-    "INSERT INTO customer SELECT i, abs(hashint4(i + 7)) %% 25 FROM generate_series(1, %(customer)s) AS i",
+    "INSERT INTO supplier SELECT i, abs(hashint4(i)) %% 25 FROM generate_series(1, %(supplier)s::int) AS i",
+    "INSERT INTO customer SELECT i, abs(hashint4(i + 7)) %% 25 FROM generate_series(1, %(customer)s::int) AS i",
     "INSERT INTO part SELECT i, (ARRAY['ECONOMY', 'STANDARD', 'PROMO', 'SMALL', 'LARGE'])[abs(hashint4(i)) %% 5 + 1] || ' '"
     " || (ARRAY['ANODIZED', 'PLATED', 'BRUSHED', 'POLISHED', 'BURNISHED'])[abs(hashint4(i + 1)) %% 5 + 1] || ' '"
     " || (ARRAY['STEEL', 'TIN', 'COPPER', 'BRASS', 'NICKEL'])[abs(hashint4(i + 2)) %% 5 + 1]"
-    " FROM generate_series(1, %(part)s) AS i",
+    " FROM generate_series(1, %(part)s::int) AS i",
 )
 _ORDERS: LiteralString = (
     "INSERT INTO orders SELECT i, abs(hashint4(i + 3)) %% %(customer)s + 1, date '1992-01-01' + abs(hashint4(i + 4)) %% 2405"
-    " FROM generate_series(%(first)s, %(last)s) AS i"
+    " FROM generate_series(%(first)s::int, %(last)s::int) AS i"
 )
 _ITEMS: LiteralString = (
     "INSERT INTO lineitem SELECT i, n, abs(hashint4(i * 7 + n)) %% %(part)s + 1,"
     " abs(hashint4(i * 7 + n + 5)) %% %(supplier)s + 1, (abs(hashint4(i + n * 11)) %% 10000000 + 90000) / 100.0,"
     " abs(hashint4(i + n)) %% 11 / 100.0,"
     " date '1992-01-01' + abs(hashint4(i + 4)) %% 2405 + abs(hashint4(i + n + 1)) %% 121 + 1"
-    " FROM generate_series(%(first)s, %(last)s) AS i, generate_series(1, abs(hashint4(i + 6)) %% 7 + 1) AS n"
+    " FROM generate_series(%(first)s::int, %(last)s::int) AS i, generate_series(1, abs(hashint4(i + 6)) %% 7 + 1) AS n"
 )
 
 QUERIES: Mapping[str, LiteralString] = {
