@@ -11,7 +11,7 @@ from pgtrickle.errors import (
     InvalidQueryError,
     NotDifferentiableError,
 )
-from pgtrickle.refresh.apply import transaction
+from pgtrickle.refresh.apply import citus_tables
 from tests.support.citus_shop import QUERIES, Shop, needs_citus
 
 pytestmark = needs_citus
@@ -209,7 +209,7 @@ def test_st_placement_is_followed(shop: Shop, st_placement: str) -> None:
 def test_small_results_become_reference_tables_and_large_ones_distributed_tables(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transaction, "LARGE_ROWS", 501)
+    monkeypatch.setattr(citus_tables, "LARGE_ROWS", 501)
     shop.create("totals", "rows", "doubled", "local", "referenced", "mixed", st_placement=None)
     assert shop.placement("totals") == ("reference", "reference")
     assert shop.placement("doubled") == ("distributed", "distributed")

@@ -51,12 +51,12 @@ def restricted(case: GoldenCase) -> Sections:
     plan, _, _ = bind_golden(case.sql)
     column = next(column for column in plan.columns if column.name == case.option("column"))
     origin = Scan(KEYS, ((Column("k1", "k", INTEGER), KEYS.columns[0]),), Version.DELTA)
-    after = restrict(plan, column, Keys(origin, origin.columns[0], nulls=case.flag("nulls")))
+    after = restrict(plan, [(column, Keys(origin, origin.columns[0], nulls=case.flag("nulls")))])
     return {"before": plan_text(plan), "after": "(the same)" if after == plan else plan_text(after)}
 
 
 def outer_join(case: GoldenCase) -> Sections:
-    join = next(node for node in nodes(normalise_golden(case.sql)) if isinstance(node, Join) and node.kind != "inner")
+    join = next(node for node in nodes(normalise_golden(case.sql)) if isinstance(node, Join))
     return {"join": plan_text(join), "union": plan_text(outer_as_union(join))}
 
 

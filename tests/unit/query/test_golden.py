@@ -11,6 +11,7 @@ from pgtrickle.query import rewrites
 from pgtrickle.query.plan import NewColumn, Plan, TypesOf
 from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
 from pgtrickle.query.rewrites.compute_operands import compute_operands
+from pgtrickle.query.rewrites.flatten_joins import flatten_joins
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.rewrites.prune import prune
 from pgtrickle.query.rewrites.push_filters import push_filters
@@ -24,6 +25,7 @@ from tests.support.plan_text import plan_text
 REWRITES: dict[str, Callable[[Plan, NewColumn, TypesOf], Plan]] = {
     "aggregate_arguments": compute_arguments,
     "compute_operands": compute_operands,
+    "flatten_joins": lambda plan, *_: flatten_joins(plan),
     "normalise": normalise,
     "prune": lambda plan, *_: prune(plan, {column.id for column in plan.columns}),
     "push_filters": lambda plan, *_: push_filters(plan, []),
