@@ -90,8 +90,11 @@ class GoldenFile:
     description: str
     cases: list[GoldenCase] = field(default_factory=list)
 
+    def text(self) -> str:
+        return "\n".join([f"{self.description}\n", *(case.text() for case in self.cases)])
+
     def write(self) -> None:
-        text = "\n".join([f"{self.description}\n", *(case.text() for case in self.cases)])
+        text = self.text()
         if text != self.path.read_text(encoding="utf-8"):
             self.path.write_text(text, encoding="utf-8")
 
@@ -99,14 +102,15 @@ class GoldenFile:
 @cache
 def load_golden(layer: str) -> tuple[GoldenFile, ...]:
     """The golden files of a layer. They are loaded once, so that all cases of a file are written together."""
-    return tuple(_read_file(path) for path in sorted((GOLDEN / layer).glob("*.txt")))
+    return tuple(read_golden(path) for path in sorted((GOLDEN / layer).glob("*.txt")))
 
 
 def golden_cases(layer: str) -> list[GoldenCase]:
     return [case for file in load_golden(layer) for case in file.cases]
 
 
-def _read_file(path: Path) -> GoldenFile:
+def read_golden(path: Path) -> GoldenFile:
+    """Read a golden file; raises GoldenFormatError if it is not written as it should be."""
     description, *blocks = re.split(r"^(?=-- name: )", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     file = GoldenFile(path, description.strip())
     file.cases = [_read_case(file, block) for block in blocks]
