@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import unified_diff
 from functools import cache
 from pathlib import Path
 
@@ -74,12 +75,19 @@ class GoldenCase:
             self.file.write()
             return
         assert self.expected, f"{self.id} has no expected sections: run pytest --update-golden and read the difference"
-        assert dict(found) == self.expected
+        assert found == self.expected, f"{self.id} gives something else than expected\n{self._difference(found)}"
 
     def text(self) -> str:
         options = [f"-- {name}: {value}" for name, value in {"name": self.name, **self.options}.items()]
-        sections = [f"---- {title}\n{body}" if body else f"---- {title}" for title, body in self.expected.items()]
-        return "\n".join([*options, f"{self.sql};", *sections]) + "\n"
+        return "\n".join([*options, f"{self.sql};", *_section_lines(self.expected)]) + "\n"
+
+    def _difference(self, found: Mapping[str, str]) -> str:
+        expected, lines = _section_lines(self.expected), _section_lines(found)
+        return "\n".join(unified_diff(expected, lines, "expected", "found", lineterm=""))
+
+
+def _section_lines(sections: Mapping[str, str]) -> list[str]:
+    return [line for title, body in sections.items() for line in (f"---- {title}", *body.splitlines())]
 
 
 @dataclass

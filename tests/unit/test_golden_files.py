@@ -49,7 +49,7 @@ def test_other_sections_than_expected_fail(path: Path) -> None:
     first.option("placement")
     first.check({"plan": "a\n  b", "sql": ""}, update=False)
     for found in ({"plan": "a\n b", "sql": ""}, {"plan": "a\n  b"}, {"plan": "a\n  b", "sql": "", "more": ""}):
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match=r"(?s)--- expected.*\+\+\+ found"):
             first.check(found, update=False)
     with pytest.raises(AssertionError, match="second has no expected sections"):
         second.check({}, update=False)
