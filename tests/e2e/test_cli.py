@@ -33,7 +33,7 @@ REVENUE = "SELECT region, sum(amount) AS total FROM orders GROUP BY region"
 
 
 def environment(dsn: str | None, **variables: str) -> dict[str, str]:
-    """Nothing of the caller's connection settings; the DSN in the variable, as most users will have it."""
+    """Without the caller's connection settings; the DSN is in the variable, as most users will have it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "PGTRICKLE"))}
     return kept | ({"PGTRICKLE_DSN": dsn} if dsn is not None else {}) | variables
 
@@ -59,7 +59,7 @@ def succeed(dsn: str | None, *arguments: str, stdin: str = "", **variables: str)
 
 
 def fail(code: int, dsn: str | None, *arguments: str, **variables: str) -> str:
-    """What a command that must fail with this exit code says on stderr."""
+    """The stderr output of a command that must fail with this exit code."""
     done = cli(dsn, *arguments, **variables)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stderr

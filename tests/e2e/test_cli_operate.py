@@ -39,7 +39,7 @@ REVENUE = "SELECT region, sum(amount) AS total FROM orders GROUP BY region"
 
 @pytest.fixture(autouse=True)
 def _signals() -> Iterator[None]:
-    """The commands run in this process and take its signals."""
+    """The commands run in this process and handle its signals."""
     taken = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in taken.items():
@@ -359,7 +359,7 @@ def test_top_is_live_on_a_terminal_and_ends_with_ctrl_c(shop: TestDatabase, conn
 
 
 def start(command: str, *arguments: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    """A command as a process of its own, for signals."""
+    """A command in a separate process, for signals."""
     program = f"from pgtrickle.cli.commands.{command} import {command}; {command}()"
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "150", "LINES": "40"}
     return subprocess.Popen(

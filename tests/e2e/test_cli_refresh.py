@@ -124,7 +124,7 @@ def test_a_running_service_does_the_work(shop: TestDatabase, conn: psycopg.Conne
 
 @contextmanager
 def service(shop: TestDatabase, conn: psycopg.Connection) -> Iterator[subprocess.Popen[str]]:
-    """`pgtrickle run`, from when it is seen in the catalog."""
+    """`pgtrickle run`, once it is registered in the catalog."""
     process = subprocess.Popen(
         [EXECUTABLE, "run", "--http", "", "--database", conn.info.dbname],
         env=environment(shop.dsn),

@@ -35,7 +35,7 @@ QUERIES = {
 
 
 def prepare(dsn: str) -> None:
-    """Sources, and stream tables that wait for a service to fill them; one reads another."""
+    """Sources, and stream tables that wait for a service to populate them; one reads another."""
     with pgtrickle.connect(dsn) as db:
         db.install()
         db.conn.execute("CREATE TABLE item (id serial PRIMARY KEY, grp int, val int)")
@@ -49,7 +49,7 @@ def prepare(dsn: str) -> None:
 
 
 def change(conn: Connection) -> None:
-    """Something for every stream table."""
+    """Make changes that affect every stream table."""
     conn.execute("INSERT INTO item (grp, val) VALUES (2, 50), (9, 5), (5, 1)")
     conn.execute("UPDATE item SET grp = (grp + 1) % 7, val = val + 1 WHERE id % 13 = 0")
     conn.execute("DELETE FROM item WHERE id = (SELECT min(id) FROM item)")
@@ -58,7 +58,7 @@ def change(conn: Connection) -> None:
 
 
 def assert_exact(conn: Connection) -> None:
-    """Wait until everything that is committed has arrived, and compare."""
+    """Wait until everything that is committed is included, and compare."""
     fresh(conn, *QUERIES)
     for name, query in QUERIES.items():
         assert_equal_to_query(conn, name, query)
@@ -70,7 +70,7 @@ def value(conn: Connection, query: str, *parameters: object) -> Any:
 
 
 def claims(conn: Connection, service: object) -> int:
-    """How many stream tables a service holds."""
+    """The number of stream tables that a service has claimed."""
     count: int = value(conn, "SELECT count(*) FROM pgtrickle.pgt_stream_tables WHERE claimed_by = %s", service)
     return count
 
@@ -83,7 +83,7 @@ def shop(database: TestDatabase, conn: Connection) -> Connection:
 
 @pytest.fixture
 def filled(database: TestDatabase, shop: Connection) -> Connection:
-    """The stream tables are filled, by a service that is gone."""
+    """Stream tables that were populated by a service that has ended."""
     with running_service(database.dsn, database.name):
         assert_exact(shop)
     return shop
@@ -97,7 +97,7 @@ def watching(database: TestDatabase) -> ServerConfig:
 
 
 def _tokens(conn: Connection, service: object) -> set[tuple[int, int]]:
-    """The claims of a service: each has another token, also one on the same stream table."""
+    """The claims of a service: each has its own token, even on the same stream table."""
     query = "SELECT pgt_id, fencing_token FROM pgtrickle.pgt_stream_tables WHERE claimed_by = %s"
     return {(row[0], row[1]) for row in conn.execute(query, (service,))}
 
@@ -168,7 +168,7 @@ def test_a_frozen_service_that_wakes_after_its_lease_writes_nothing(
 
 @dataclass
 class Writer:
-    """Somebody who goes on writing while a block lasts."""
+    """Writes continuously for the duration of a block."""
 
     dsn: str
     rounds: int = 0
@@ -247,7 +247,7 @@ def test_two_services_share_the_work_for_two_minutes(database: TestDatabase, sho
 
 @dataclass(frozen=True)
 class Served:
-    """A database that a service looks after through several tests."""
+    """A database that a service serves through several tests."""
 
     database: TestDatabase
     process: ServiceProcess
@@ -268,7 +268,7 @@ def served(server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @contextmanager
 def pending(dsn: str) -> Iterator[None]:
-    """Changes that are still to be applied at the end of the block: nobody could claim the stream tables."""
+    """Changes that are still pending at the end of the block, because nobody could claim the stream tables."""
     with closing(psycopg.connect(dsn)) as holder, psycopg.connect(dsn, autocommit=True) as conn:
         holder.execute("SELECT FROM pgtrickle.pgt_stream_tables FOR NO KEY UPDATE")
         change(conn)
@@ -379,7 +379,7 @@ def test_a_promoted_replica_is_taken_over(
 
 
 def _assert_sleeps(process: ServiceProcess, standby: Connection) -> None:
-    """The service does nothing there, and says so; who asks for a refresh is refused; status and staleness are told."""
+    """The service does nothing there, and says so; requests for refreshes are refused; status and staleness are shown."""
     assert "the server is a replica: waiting for its promotion" in process.messages()
     assert [labels["server"] for labels, _ in process.samples("pgtrickle_database_served")] == ["primary"]
     kinds = standby.execute("SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pgtrickle %'")

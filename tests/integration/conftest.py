@@ -20,6 +20,6 @@ def nodes() -> Iterator[list[EmbeddedServer]]:
 
 @pytest.fixture
 def shop(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
-    """Of the tests of Citus; others have a shop of their own."""
+    """The shop of the Citus tests; other tests have their own."""
     with citus_shop(nodes) as made:
         yield made

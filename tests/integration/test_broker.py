@@ -25,7 +25,7 @@ def shop(server: EmbeddedServer) -> Iterator[Hub]:
 
 
 def is_brokered(shop: Hub) -> bool:
-    """Whether the broker has scanned for all homes."""
+    """Whether the broker has scanned for all home databases."""
     rows = shop.conn.execute(STATUS).fetchall()
     return len(rows) == len(shop.homes) and all(row[4] is not None for row in rows)
 

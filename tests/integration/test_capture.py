@@ -31,7 +31,7 @@ def capture_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
 
 @pytest.fixture
 def db(capture_database: TestDatabase) -> Iterator[Connection]:
-    """A connection to a database with the catalog, in an empty schema of its own."""
+    """A connection to a database with the catalog, in an empty schema."""
     with psycopg.connect(capture_database.direct_dsn, autocommit=True) as conn:
         conn.execute("DROP SCHEMA IF EXISTS work CASCADE")
         conn.execute("SELECT pgtrickle._untrack_unused()")
@@ -49,7 +49,7 @@ def other(capture_database: TestDatabase, db: Connection) -> Iterator[Connection
 
 
 def track(conn: Connection, table: str) -> str:
-    """Capture all columns of the table, as a stream table reading them would."""
+    """Capture all columns of the table, as for a stream table that reads them."""
     columns = (
         "SELECT array_agg(attnum) FROM pg_attribute WHERE attrelid = %s::regclass AND attnum > 0 AND NOT attisdropped"
     )
@@ -77,7 +77,7 @@ def contents(conn: Connection, table: str) -> ZSet:
 
 
 def buffered(conn: Connection, table: str) -> ZSet:
-    """What the buffer adds up to."""
+    """The sum of the buffer."""
     names = sql.SQL(", ").join(sql.Identifier(f"c{number}") for number, _ in columns_of(conn, table))
     (buffer,) = one(
         conn, "SELECT buffer_relid::text FROM pgtrickle.pgt_change_tracking WHERE source_relid = %s::regclass", [table]
@@ -119,7 +119,7 @@ def difference(after: ZSet, before: ZSet) -> ZSet:
 
 @contextmanager
 def exactly_captured(conn: Connection, *tables: str) -> Iterator[None]:
-    """What happens in the block reaches the buffers as it reaches the tables."""
+    """Changes in the block reach the buffers exactly as they reach the tables."""
     before = {table: (contents(conn, table), buffered(conn, table)) for table in tables}
     yield
     for table, (rows, changes) in before.items():
@@ -331,7 +331,10 @@ def test_buffer_is_the_difference(db: Connection, setup: str, statements: str) -
     ids=["plain", "in a block", "in an SQL function", "called update", "dynamic", "prepared", "prepared, among others"],
 )
 def test_a_merge_that_moves_rows_is_not_captured_as_an_update(db: Connection, statements: list[str]) -> None:
-    """PostgreSQL leaves such rows out of the transition tables: they must be marked, for they cannot be captured."""
+    """PostgreSQL leaves such rows out of the transition tables.
+
+    They must be marked, because they cannot be captured.
+    """
     db.execute(SETUPS["partitioned"])
     name = track(db, "t")
     merge = (

@@ -119,7 +119,7 @@ def test_breaking_changes_leave_markers_until_retracked(db: Connection, other: C
 
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
 def test_breaking_changes_leave_markers_with_row_triggers(db: Connection, other: Connection, ddl: list[str]) -> None:
-    """Which a table with a parent has; their statements name no transition table that would tie a plan to the source."""
+    """Tables with a parent have them; their statements use no transition table that would tie a plan to the source."""
     db.execute("CREATE TABLE up ()")
     db.execute("CREATE TABLE t (id int, used int, words varchar(10), unused int) INHERITS (up)")
     db.execute("INSERT INTO t SELECT g, g * 10, 'x' || g, g FROM generate_series(1, 50) g")
@@ -138,7 +138,7 @@ def test_breaking_changes_leave_markers_with_row_triggers(db: Connection, other:
 
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
 def test_plans_made_with_an_old_snapshot_are_not_reused(db: Connection, other: Connection, ddl: list[str]) -> None:
-    """They are made while the catalog looks as it was, and used by the transactions after that."""
+    """They are made while the catalog looks as before, and used by later transactions."""
     name = prepare(db)
     with other.transaction():
         other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -153,7 +153,7 @@ def test_plans_made_with_an_old_snapshot_are_not_reused(db: Connection, other: C
 
 
 def test_a_cascade_whose_snapshot_is_older_than_the_alteration(db: Connection, other: Connection) -> None:
-    """The outer statement has its snapshot before the cascade locks the table, and the trigger is planned with that."""
+    """The outer statement takes its snapshot before the cascade locks the table, and the trigger is planned with it."""
     db.execute("CREATE TABLE parent (id int PRIMARY KEY); INSERT INTO parent VALUES (1)")
     db.execute("CREATE TABLE t (id int REFERENCES parent ON DELETE CASCADE, used int); INSERT INTO t VALUES (1, 1)")
     db.execute(
@@ -198,7 +198,7 @@ def test_breaking_changes_rolled_back_leave_nothing(db: Connection, ddl: list[st
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
 @pytest.mark.parametrize("ddl", BREAKING.values(), ids=list(BREAKING))
 def test_a_snapshot_older_than_the_alteration(db: Connection, other: Connection, ddl: list[str], level: str) -> None:
-    """Such a transaction meets the altered table but sees the catalog as it was."""
+    """Such a transaction uses the altered table but sees the old catalog."""
     name = prepare(db)
     other.execute(f"BEGIN ISOLATION LEVEL {level}")
     other.execute("SELECT 1 FROM pg_class LIMIT 1")
@@ -271,7 +271,7 @@ def test_rename_and_swap_does_not_merge_two_tables(db: Connection) -> None:
 
 
 def test_a_source_without_readers_does_not_keep_its_name(db: Connection) -> None:
-    """What is left of a stream table that was dropped by hand, on a table that has another name now."""
+    """The remains of a stream table that was dropped by hand, on a table that has a new name."""
     prepare(db)
     db.execute("SELECT pgtrickle.create_stream_table('reader', 'SELECT id FROM t')")
     db.execute("DROP TABLE reader")
@@ -358,7 +358,7 @@ OLD = psycopg.IsolationLevel.REPEATABLE_READ
 def test_a_partition_attached_and_detached_between_refreshes_leaves_a_marker(
     db: Connection, other: Connection, setup: str, new: str, write: str, level: psycopg.IsolationLevel | None
 ) -> None:
-    """Rows that were captured, and went with their partition before anybody saw it: nothing else tells."""
+    """Rows that were captured and disappeared with their partition before a refresh: only the marker shows it."""
     db.execute(SETUPS[setup])
     name = track(db, "t")
     before = signature(db)
@@ -409,7 +409,7 @@ def test_detached_partitions_are_not_captured(db: Connection) -> None:
 
 
 def test_retyping_one_column_does_not_disturb_types_in_use(db: Connection) -> None:
-    """An enum that grows, a domain that gets a constraint: the same types, so capture goes on."""
+    """An enum that grows, a domain that gets a constraint: the types are the same, so capture continues."""
     db.execute("CREATE TYPE mood AS ENUM ('ok'); CREATE DOMAIN small AS int; CREATE TABLE t (m mood, s small)")
     name = track(db, "t")
     db.execute("INSERT INTO t VALUES ('ok', 99)")

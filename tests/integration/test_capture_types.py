@@ -158,7 +158,10 @@ def test_a_type_in_a_closed_schema_is_named(capture_database: TestDatabase, db: 
 
 
 def test_tables_of_a_subscription_get_row_triggers(capture_database: TestDatabase, db: Connection) -> None:
-    """A replication worker fires only those. The subscription is made but not connected; the worker is played."""
+    """A replication worker fires only row triggers.
+
+    The subscription is created but not connected; the test plays the worker.
+    """
     db.execute("CREATE TABLE t (a int PRIMARY KEY, b text)")
     name = track(db, "t")
     with psycopg.connect(capture_database.superuser_dsn, autocommit=True) as superuser:

@@ -96,7 +96,9 @@ def test_lookups_go_to_the_shards_that_can_have_the_rows(shop: Shop) -> None:
 
 
 def test_lookups_by_keys_whose_text_or_hash_differs_between_nodes(shop: Shop) -> None:
-    """Labels of an enum have another number, and so another hash, on every node; dates another text under other settings."""
+    """Labels of an enum have a different OID, and so a different hash, on every node; dates have a different text under
+    other settings.
+    """
     shop.conn.execute("CREATE TYPE mood AS ENUM ('a', 'b', 'c', 'd', 'e', 'f')")
     for name, type_ in (("moods", "mood"), ("days", "date")):
         shop.conn.execute(f"CREATE TABLE {name} (k {type_} PRIMARY KEY, v int)".encode())

@@ -24,7 +24,7 @@ pytestmark = needs_citus
 
 
 def test_writers_on_a_node_without_a_catalog(shop: Shop) -> None:
-    """Citus copies triggers and their functions there, and nothing else of ours."""
+    """Citus copies triggers and their functions there, and nothing else of pgtrickle."""
     shop.create("referenced", "totals")
     shop.cluster.add(3)
     shop.admin.execute("SELECT replicate_reference_tables('block_writes')")
@@ -36,7 +36,7 @@ def test_writers_on_a_node_without_a_catalog(shop: Shop) -> None:
 
 
 def test_settings_for_the_rest_of_a_transaction_are_restored(shop: Shop) -> None:
-    """Nodes wait for locks as long as they did before our DDL was sent to them."""
+    """Nodes wait for locks as long as they did before they received pgtrickle's DDL."""
     settings = [
         "lock_timeout",
         "citus.enable_ddl_propagation",
@@ -50,7 +50,7 @@ def test_settings_for_the_rest_of_a_transaction_are_restored(shop: Shop) -> None
     holder.execute("UPDATE t SET v = 0 WHERE id = 1")
 
     def release() -> None:
-        """Once somebody has waited longer than we would."""
+        """After another session has waited longer than pgtrickle would."""
         long = "SELECT count(*) FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '0.8 s'"
         with ExitStack() as stack:
             conns = [
@@ -73,7 +73,7 @@ def test_settings_for_the_rest_of_a_transaction_are_restored(shop: Shop) -> None
 
 
 def test_functions_are_called_only_by_roles_that_may_call_them(shop: Shop) -> None:
-    """Expressions are evaluated on the nodes by the service's login: the rights of who creates are looked at before."""
+    """Expressions are evaluated on the nodes by the service's login: the creator's rights are checked before."""
     shop.conn.execute("CREATE FUNCTION secret(int) RETURNS int LANGUAGE sql IMMUTABLE AS 'SELECT $1 + 1000'")
     shop.conn.execute("REVOKE EXECUTE ON FUNCTION secret(int) FROM PUBLIC")
     shop.admin.execute("CREATE ROLE bob")
@@ -126,13 +126,16 @@ def test_columns_change(shop: Shop) -> None:
 
 
 def test_writers_with_plans_notice_every_alteration(shop: Shop) -> None:
-    """Capture looks at columns when a statement is planned, not when it runs: an ALTER must have it planned anew."""
+    """Capture checks columns when a statement is planned, not when it runs.
+
+    An ALTER must cause it to be planned again.
+    """
     shop.conn.execute("ALTER TABLE t ADD COLUMN w int DEFAULT 7, ADD COLUMN note text")
     query = "SELECT id, {} AS value FROM t"
     ids = count(70_000)
 
     def write() -> None:
-        """All shards have seen each kind of statement often, by this session and one on a worker."""
+        """Run each kind of statement many times on all shards, in this session and in one on a worker."""
         for conn in (shop.conn, worker):
             for i in range(40):
                 conn.execute("UPDATE t SET grp = grp + 1 WHERE id = %s", (200 + i,))
@@ -261,7 +264,9 @@ def test_writers_of_old_snapshots_do_not_fail(shop: Shop) -> None:
     ],
 )
 def test_transactions_with_old_snapshots_see_the_present_columns(shop: Shop, level: psycopg.IsolationLevel) -> None:
-    """What was altered since is noticed, and the value stored nowhere that it does not fit; what was rolled back is not."""
+    """Alterations since the snapshot are noticed, and values are not stored in columns that do not fit; rolled-back
+    ones are ignored.
+    """
     shop.conn.execute("ALTER TABLE t ADD COLUMN note varchar(3)")
     shop.define({"groups": "SELECT id, grp FROM t"})  # columns that a stream table reads cannot be altered so
     for node in (0, 1, 2):  # one writer at a time: PostgreSQL may refuse one of several that are SERIALIZABLE
@@ -286,7 +291,7 @@ def test_transactions_with_old_snapshots_see_the_present_columns(shop: Shop, lev
 
 
 def test_writers_cannot_have_their_own_functions_called_by_capture(shop: Shop) -> None:
-    """Whatever operators and functions a writer's search path has: capture runs with the rights of its owner."""
+    """Whatever operators and functions are in a writer's search path: capture runs with the rights of its owner."""
     shop.create("rows")
     shop.admin.execute("CREATE ROLE guest LOGIN")
     shop.conn.execute("GRANT SELECT, UPDATE ON t TO guest")

@@ -26,7 +26,7 @@ STATUS = "SELECT node, source, placement, shards, triggers_missing FROM pgtrickl
 
 @pytest.fixture
 def single(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
-    """A cluster of one node."""
+    """A cluster with one node."""
     with citus_shop(nodes, workers=0) as made:
         yield made
 
@@ -76,7 +76,7 @@ def test_alterations_of_a_table_on_one_node(single: Shop) -> None:
     ],
 )
 def test_disabled_triggers_are_noticed(single: Shop, name: str, write: str, source: str) -> None:
-    """Who mends it tells all who read the table, whether it refreshes, or creates one more stream table."""
+    """Repairing capture notifies all readers of the table, whether by a refresh or by creating another stream table."""
     single.create(name)
     single.define({"other": QUERIES[name]})
     single.goes_on()
@@ -153,7 +153,7 @@ def test_queries_without_a_plan_are_refused_on_one_node_too(single: Shop) -> Non
 
 
 def test_one_node_is_not_cut_between_commits_over_several_connections(single: Shop) -> None:
-    """Citus writes many shards of one node over connections of their own, and commits one after the other."""
+    """Citus writes many shards of one node over separate connections, and commits one after the other."""
     single.create("totals")
     with psycopg.connect(single.cluster.superuser_dsn(), autocommit=True) as half:
         half.execute("BEGIN")
@@ -229,7 +229,7 @@ def test_one_node_grows_into_a_cluster(single: Shop) -> None:
 
 @pytest.fixture
 def everywhere(shop: Shop) -> Shop:
-    """A cluster of three nodes that all have shards, the coordinator too."""
+    """A cluster of three nodes that all have shards, including the coordinator."""
     _let_have_shards(shop)
     shop.admin.execute("SELECT rebalance_table_shards('t', shard_transfer_mode := 'block_writes')")
     return shop
@@ -283,7 +283,7 @@ def test_shards_that_visit_the_coordinator_between_two_refreshes(shop: Shop) -> 
 @pytest.mark.parametrize("comes_back", [True, False])
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_shards_that_leave_the_coordinator_while_it_is_read(everywhere: Shop, comes_back: bool, large: bool) -> None:
-    """One that comes back is another table, which the cut's snapshot does not see."""
+    """A shard that comes back is a new table, which the cut's snapshot does not see."""
     shop = everywhere
     if large:
         shop.db.engine.reading.large = 1
@@ -307,7 +307,7 @@ def test_shards_that_leave_the_coordinator_while_it_is_read(everywhere: Shop, co
 
 
 def test_changes_committed_while_nodes_are_polled(everywhere: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All nodes said that there is nothing; then a transaction over all of them is seen on the coordinator."""
+    """All nodes reported no changes; then a transaction over all of them is visible on the coordinator."""
     everywhere.create("totals", "rows")
     everywhere.goes_on()
     everywhere.refresh()

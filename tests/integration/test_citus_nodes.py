@@ -85,7 +85,7 @@ def test_a_worker_is_killed_and_comes_back(shop: Shop) -> None:
 
 
 def test_a_distributed_stream_table_waits_for_prepared_transactions_of_a_crash(shop: Shop) -> None:
-    """Its own apply may be what was left; and it reads no node whose cut would notice."""
+    """The remaining prepared transaction may be its own apply, and it reads no node whose cut would notice."""
     shop.create("local", st_placement="reference")
     with psycopg.connect(shop.cluster.superuser_dsn(2), autocommit=True) as worker:
         worker.execute("BEGIN")

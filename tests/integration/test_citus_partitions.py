@@ -27,7 +27,7 @@ ROWS = (
 
 
 def _table(shop: Shop, *, distribute: bool = True) -> None:
-    """Of its partitions one has its columns in another order."""
+    """Create a table, one of whose partitions has its columns in another order."""
     shop.conn.execute(
         "CREATE TABLE ev (tenant int, day int, id int, v int, PRIMARY KEY (tenant, day, id)) PARTITION BY RANGE (day)"
     )
@@ -61,7 +61,7 @@ def single(nodes: list[EmbeddedServer]) -> Iterator[Shop]:
 
 
 def _goes_on(shop: Shop) -> None:
-    """Through the parent, through partitions, and between them: changes, and nothing else."""
+    """Make changes through the parent, through partitions and between them, and assert that refreshes are differential."""
     shop.round += 1
     base = 1_000 * shop.round
     _insert(shop, "ev", 0, 20, base, 60)
@@ -140,7 +140,7 @@ def test_partitions_come_and_go(events: Shop) -> None:
 def test_triggers_that_a_detached_partition_keeps_do_nothing(
     events: Shop, level: psycopg.IsolationLevel | None
 ) -> None:
-    """Only its owner could have them dropped. Nor if it is a partition of another table, which has captures of its own."""
+    """Only its owner could drop them. The same holds if it is a partition of another captured table."""
     events.admin.execute("CREATE ROLE other")
     with psycopg.connect(events.cluster.dsn()) as writer:
         writer.isolation_level = level
@@ -171,7 +171,7 @@ def test_triggers_that_a_detached_partition_keeps_do_nothing(
 
 
 def _plan_moves(shop: Shop) -> str:
-    """A MERGE that takes rows from one partition to the other."""
+    """A MERGE that moves rows from one partition to the other."""
     shop.conn.execute("CREATE TABLE moves (tenant int, id int, day int)")
     shop.conn.execute("SELECT create_distributed_table('moves', 'tenant', colocate_with => 'ev')")
     shop.conn.execute("INSERT INTO moves SELECT tenant, id, 19 - day FROM ev WHERE id % 4 = 0")
@@ -280,7 +280,7 @@ def test_a_source_that_becomes_a_partition_is_noticed(events: Shop) -> None:
     "end", ["DROP TABLE ev_3", pytest.param("ALTER TABLE ev DETACH PARTITION ev_3", marks=pytest.mark.long)]
 )
 def test_a_partition_that_comes_and_goes_between_refreshes(events: Shop, end: str) -> None:
-    """By a session that has plans, which goes on writing when the next partition is captured."""
+    """A session with cached plans continues writing when the next partition is captured."""
     _goes_on(events)
     for number in range(2):
         events.conn.execute("CREATE TABLE ev_3 PARTITION OF ev FOR VALUES FROM (20) TO (30)")

@@ -40,7 +40,7 @@ SHARDS = (
 
 @dataclass
 class Bank:
-    """Accounts whose sum never changes, six writers who move money, and a reader who refreshes all the time."""
+    """Accounts whose sum never changes, six writers that move money, and a reader that refreshes continuously."""
 
     cluster: Cluster
     db: pgtrickle.Database
@@ -67,7 +67,7 @@ class Bank:
                 thread.join()
 
     def goes_on(self, times: int = 2) -> None:
-        """Return when so many refreshes more have succeeded."""
+        """Return after that many more successful refreshes."""
         wanted = self.refreshes + times
         until(lambda: self.refreshes >= wanted or bool(self.broken), "refreshes go on")
 
@@ -87,7 +87,9 @@ class Bank:
                 self.refreshes += 1
 
     def _write(self, number: int) -> None:
-        """Between two accounts, mostly of two shards; the last two writers connect to workers, where there are some."""
+        """Move money between two accounts, mostly in two shards; the last two writers connect to workers, if there are
+        any.
+        """
         chance = random.Random(number)
         while not self.over.is_set():
             try:
@@ -111,7 +113,7 @@ class Bank:
                 raise psycopg.OperationalError("an account was not found")
 
     def failed_there(self) -> list[Exception]:
-        """Errors of single stream tables for which a node was to blame."""
+        """Errors of single stream tables that were caused by a node."""
         errors = [
             one
             for error in self.told
@@ -140,7 +142,7 @@ class Bank:
 def bank(
     nodes: list[EmbeddedServer], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Bank]:
-    """With shards on two workers, unless the test says otherwise: on one node alone, or on the coordinator too."""
+    """With shards on two workers, unless the test requests one node, or shards on the coordinator as well."""
     where = getattr(request, "param", "workers")
     workers = 0 if where == "one node" else 2
     monkeypatch.setattr(connections, "RETRY_SECONDS", 0.0)

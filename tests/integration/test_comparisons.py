@@ -52,7 +52,7 @@ def test_all_pairs_of_types_compare_as_in_postgresql(
 
 @pytest.fixture
 def other(database: TestDatabase, server: EmbeddedServer, db: pgtrickle.Database) -> Iterator[psycopg.Connection[Any]]:
-    """A second database with the same types, known to the first one."""
+    """A second database with the same types, registered in the first one."""
     with (
         fresh_database(server, "comparisons_other") as second,
         pgtrickle.connect(second.dsn) as source,
@@ -97,7 +97,10 @@ def test_a_type_that_is_grouped_by_its_text(conn: psycopg.Connection[Any], db: p
 def test_equality_of_every_type_is_that_of_postgresql_everywhere(
     conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
 ) -> None:
-    """The table type by place: D for DIFFERENTIAL, F for FULL, - where PostgreSQL has no such query. With ICU: `--pg 15`."""
+    """A table of types by place in the query: D for DIFFERENTIAL, F for FULL, - if PostgreSQL has no such query.
+
+    With ICU: `--pg 15`.
+    """
     with suppress(psycopg.errors.FeatureNotSupported):
         conn.execute("CREATE COLLATION caseless (provider = icu, locale = 'und-u-ks-level2', deterministic = false)")
         VALUES["text COLLATE caseless"] = VALUES["text"]
@@ -173,7 +176,7 @@ def test_collations_decide_what_is_equal(database: TestDatabase, conn: psycopg.C
 def test_values_are_unchanged_whatever_casts_their_type_has(
     conn: psycopg.Connection[Any], db: pgtrickle.Database, placement: str
 ) -> None:
-    """A cast from text that a user defined need not read what the type prints."""
+    """A user-defined cast from text may not accept the type's own output."""
     conn.execute(
         r"""
         CREATE TYPE shade AS ENUM ('red', 'a"b', 'c\d', '{}', ',', '');

@@ -56,7 +56,7 @@ def value(conn: Connection, query: str, *parameters: object) -> Any:
 
 
 def run(conn: Connection, statement: dict[str, Any]) -> list[Row]:
-    """What a statement returns, which has the columns that its page names."""
+    """The result of a statement, which must have the columns named on its page."""
     cursor = conn.cursor(row_factory=dict_row).execute(statement.get("run", statement["printed"]).encode())
     assert cursor.description is not None
     assert set(statement["columns"]) <= {column.name for column in cursor.description}
@@ -88,7 +88,7 @@ class Live:
 
 @dataclass(frozen=True)
 class Busy:
-    """The one worker is at `totals`, which somebody has locked; `names` waits for it."""
+    """The only worker refreshes `totals`, which is locked; `names` waits for the worker."""
 
     live: Live
     blocker: int
@@ -140,7 +140,7 @@ def busy(live: Live) -> Iterator[Busy]:
 
 @contextmanager
 def working(live: Live) -> Iterator[Busy]:
-    """A worker that cannot get on, and a job that waits for it; afterwards both are done."""
+    """A worker that is blocked, and a job that waits for it; afterwards both are done."""
     owner, began = live.owner, value(live.owner, "SELECT clock_timestamp()")
     with psycopg.connect(live.database.direct_dsn) as blocker:
         pid = blocker.info.backend_pid
@@ -309,7 +309,7 @@ def test_objects_of_the_plan_for_several_databases(live: Live) -> None:
 
 
 def test_there_is_no_extension(live: Live) -> None:
-    """`pgtrickle install` stands for it: this database has all that the pages name."""
+    """`pgtrickle install` takes its place: this database has everything that the pages name."""
     with psycopg.connect(live.database.superuser_dsn, autocommit=True) as superuser:
         for conn in (live.owner, superuser):
             with pytest.raises(psycopg.errors.FeatureNotSupported, match="not available"):
@@ -337,7 +337,7 @@ def test_a_replica_refuses_to_refresh(live: Live) -> None:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A server of the test's own with one database, and a service that looks after it."""
+    """A separate server with one database, and a service that serves it."""
 
     database: TestDatabase
     service: Service
@@ -397,14 +397,14 @@ def tuned(pg_version: ServerVersion) -> Iterator[Tuned]:
 
 
 def lines_of(printed: str) -> list[str]:
-    """The lines of a block that set something of ours, as PostgreSQL takes them."""
+    """The lines of a block that set pgtrickle's settings, as PostgreSQL reads them."""
     lines = [line for line in printed.strip().splitlines() if not line.startswith(("#", "max_worker_processes"))]
     # The operator of CloudNativePG writes `name: "value"` into postgresql.conf as name = 'value'.
     return [re.sub(r'^([\w.]+): "(.*)"$', r"\1 = '\2'", line) for line in lines]
 
 
 def settings_of(lines: list[str]) -> dict[str, str]:
-    """Names and values, as they are printed."""
+    """Names and values as printed."""
     found = [re.fullmatch(r"(pg_trickle\.\w+) = '?(\w+)'?(?: -- .*)?", line) for line in lines]
     assert all(found), lines
     return {match[1]: match[2] for match in found if match is not None}
@@ -452,7 +452,7 @@ def by_alter_database(tuned: Tuned, lines: list[str]) -> Iterator[None]:
 
 @contextmanager
 def by_set(tuned: Tuned, lines: list[str]) -> Iterator[None]:
-    """As an ordinary role; what there was before is taken back by whoever set it."""
+    """Set as an ordinary role; previous values are reset by the role that set them."""
     with tuned.owner() as conn:
         assert value(conn, "SELECT rolsuper FROM pg_roles WHERE rolname = current_user") is False
         for name, setting in settings_of(lines).items():
@@ -470,7 +470,7 @@ FORMS: dict[str, Callable[[Tuned, list[str]], AbstractContextManager[None]]] = {
 
 @contextmanager
 def otherwise(tuned: Tuned, settings: dict[str, str]) -> Iterator[None]:
-    """Other values are stored for these settings, so that it shows where a value comes from."""
+    """Store other values for these settings, to show where a value comes from."""
     with tuned.owner() as conn, ExitStack() as undone:
         for name, setting in settings.items():
             undone.callback(conn.execute, "SELECT pgtrickle.set(%s, NULL)", (name,))
@@ -479,7 +479,7 @@ def otherwise(tuned: Tuned, settings: dict[str, str]) -> Iterator[None]:
 
 
 def await_use(tuned: Tuned, settings: dict[str, str]) -> None:
-    """Wait until the service uses these settings and no others, and its pool is as they say."""
+    """Wait until the service uses exactly these settings, and its pool matches them."""
     defaults = tuned_defaults(tuned)
     wanted = defaults | {plain(name): "on" if text == "true" else text for name, text in settings.items()}
     until(lambda: tuned.used() == wanted, f"the use of {settings}")
@@ -632,13 +632,13 @@ def test_databases_are_disabled_and_limited(tuned: Tuned) -> None:
 
 
 def test_an_ordinary_role_cannot_attach_settings_to_a_database(tuned: Tuned) -> None:
-    """Which is why there is pgtrickle.set()."""
+    """That is the reason for pgtrickle.set()."""
     with tuned.owner() as conn, pytest.raises(psycopg.errors.InsufficientPrivilege):
         conn.execute(f"ALTER DATABASE {tuned.database.name} SET pg_trickle.enabled = off".encode())
 
 
 def test_a_server_configured_to_load_the_library_does_not_start(pg_version: ServerVersion) -> None:
-    """The one printed line that must not be taken over: there is no library."""
+    """The only printed line that must not be used, because there is no library."""
     name, _, library = DATABASES["settings"]["shared_preload_libraries"]["printed"].partition(" = ")
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-compatibility-"))
     try:

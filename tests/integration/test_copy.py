@@ -22,7 +22,7 @@ TRACKED = "SELECT array_agg(source_relid::regclass::text ORDER BY 1) FROM pgtric
 
 @contextmanager
 def copy_of(database: TestDatabase, name: str) -> Iterator[TestDatabase]:
-    """A copy on the same server, which nobody may be connected to meanwhile."""
+    """A copy on the same server. No session may be connected to the database meanwhile."""
     copy = TestDatabase(database.server, f"{name}_{database.name[-8:]}")
     with psycopg.connect(database.server.dsn(), autocommit=True) as superuser:
         create = sql.SQL("CREATE DATABASE {} OWNER app TEMPLATE {}")

@@ -33,7 +33,7 @@ OPERATORS = (
 
 @dataclass(frozen=True)
 class Played:
-    """The corpus after all rounds: the database it was played on, and what each query gave before and after each."""
+    """The corpus after all rounds: its database, and the results of each query before and after each round."""
 
     conn: psycopg.Connection
     results: dict[str, list[Counter[Row]]]
@@ -120,7 +120,7 @@ def test_the_workload_depends_on_its_seed_alone(played: Played, server: Embedded
 
 
 def test_results_do_not_depend_on_the_plan_or_the_order_of_rows(played: Played) -> None:
-    """A query that could rightly give two results would make the oracle cry wolf."""
+    """A query with two correct results would cause false alarms of the oracle."""
     conn = played.conn
     with conn.transaction(force_rollback=True):
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

@@ -43,7 +43,7 @@ def _set_up(conn: Connection, db: pgtrickle.Database) -> None:
 
 
 def _change(conn: Connection, n: int) -> None:
-    """Changes whose loss and whose repetition both show: sums, duplicates, minima that leave."""
+    """Changes whose loss or repetition would show: sums, duplicates, minima that disappear."""
     conn.execute("UPDATE item SET val = val + 1 WHERE id %% 7 = %s", [n % 7])
     conn.execute(
         "INSERT INTO item SELECT i, i %% 6, i %% 50 FROM generate_series(%s::int, %s::int) AS i",
@@ -55,14 +55,14 @@ def _change(conn: Connection, n: int) -> None:
 
 
 def _change_much(conn: Connection, n: int) -> None:
-    """So many rows that Spark is busy with them for a while."""
+    """Enough rows to keep Spark busy for a while."""
     conn.execute(
         "INSERT INTO item SELECT %s::int + i, i %% 6, i %% 90 FROM generate_series(1, 30000) AS i", [n * 1_000_000]
     )
 
 
 def _expire_claims(conn: Connection) -> None:
-    """As if the dead process' lease were over; the catalog's owner may do that."""
+    """Expire the lease of the dead process, as the catalog's owner may do."""
     conn.execute("UPDATE pgtrickle.pgt_services SET lease_expires = now() - interval '1 second'")
 
 
@@ -77,7 +77,7 @@ def _frontiers(conn: Connection) -> list[tuple[Any, ...]]:
 
 @pytest.fixture(scope="module")
 def crash_database(server: EmbeddedServer) -> Iterator[TestDatabase]:
-    """One database for all steps: a process that died at one must not harm those that follow either."""
+    """One database for all steps: a process that died at one step must not affect the following ones."""
     with fresh_database(server, "crash") as database:
         with pgtrickle.connect(database.dsn) as db, psycopg.connect(database.direct_dsn, autocommit=True) as conn:
             _set_up(conn, db)
@@ -119,7 +119,7 @@ def test_a_process_killed_at(step: str, crash_database: TestDatabase) -> None:
 
 
 def _kill_in_job(child: StoppedRefresh) -> None:
-    """Kill a child of which is proven: Spark was at work, cannot have finished since, and nothing after it has begun."""
+    """Kill a child while it is proven that Spark is working, cannot have finished since, and no later step has begun."""
     job = child.frozen_job()
     jvm = psutil.Process(job.jvm)
     assert job.active_tasks > 0
@@ -130,7 +130,7 @@ def _kill_in_job(child: StoppedRefresh) -> None:
 
 
 def _await_no_backend(conn: Connection) -> None:
-    """The server notices the dead client when it next reads from it; its transaction is then rolled back."""
+    """Wait until the server has noticed the dead client and rolled back its transaction."""
     conn.execute(
         "DO $$ BEGIN WHILE EXISTS (SELECT FROM pg_stat_activity WHERE application_name = 'pgtrickle'"
         " AND datname = current_database() AND state <> 'idle') LOOP PERFORM pg_sleep(0.01);"

@@ -24,7 +24,7 @@ QUICK = {"fsync": "off"}
 
 @pytest.fixture(scope="module")
 def own_server(tmp_path_factory: pytest.TempPathFactory, pg_version: ServerVersion) -> Iterator[EmbeddedServer]:
-    """One that these tests may restart and kill, under a directory that only its owner could enter before."""
+    """A server that these tests may restart and kill, below a directory that only its owner could enter before."""
     closed = tmp_path_factory.mktemp("closed")
     closed.chmod(0o700)
     with EmbeddedServer(closed / "data", version=pg_version, settings={**QUICK, "work_mem": "5MB"}) as running:

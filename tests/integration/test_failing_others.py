@@ -95,7 +95,7 @@ def test_a_level_that_fails_as_a_whole_does_not_stop_the_next(
 def test_a_spark_failure_does_not_affect_other_levels(
     db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it is the only one of its level."""
+    """Even if it is the only one of its level."""
     conn.execute("INSERT INTO names VALUES (1, 'a')")
     run = spark_jobs.run_jobs
     calls: list[int] = []

@@ -49,7 +49,7 @@ def events(conn: Connection, name: str) -> list[tuple[str, str | None, str | Non
 
 
 def test_permanent_errors_suspend_the_stream_table(database: TestDatabase, shop: Connection) -> None:
-    """A limit of the server's configuration, and a right that a function of the query lacks."""
+    """A limit in the server's configuration, and a right that a function of the query lacks."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
         for setting in ("temp_file_limit = '64kB'", "work_mem = '64kB'"):
             alter = sql.SQL("ALTER ROLE {} IN DATABASE {} SET {}")
@@ -82,7 +82,7 @@ def test_permanent_errors_suspend_the_stream_table(database: TestDatabase, shop:
 def test_temporary_errors_are_retried_after_growing_pauses_and_reported_once(
     database: TestDatabase, shop: Connection
 ) -> None:
-    """A full disk, as far as PostgreSQL's word for it goes."""
+    """A full disk, according to PostgreSQL's error code."""
     room = "CREATE OR REPLACE FUNCTION room(id int) RETURNS int LANGUAGE plpgsql IMMUTABLE AS {}"
     full = "'BEGIN RAISE EXCEPTION ''could not extend file'' USING ERRCODE = ''53100''; END'"
     shop.execute(room.format("'BEGIN RETURN id; END'").encode())
@@ -144,7 +144,7 @@ def test_a_request_does_not_shorten_the_pause_of_one_that_failed_after_it(shop: 
 
 
 def test_a_lost_worker_postpones_its_stream_tables(shop: Connection) -> None:
-    """One whose refresh ends the connection must not do so at every tick."""
+    """A stream table whose refresh ends the connection must not do so at every tick."""
     for name in ("ended", "done", "failed", "bystander"):
         create(shop, name, "SELECT grp, count(*) AS n FROM item GROUP BY grp")
     shop.execute("UPDATE pgtrickle.pgt_stream_tables SET consecutive_errors = 3 WHERE pgt_name = 'ended'")

@@ -16,7 +16,7 @@ Connection = psycopg.Connection[Any]
 
 
 def create(db: pgtrickle.Database, name: str, tier: str) -> None:
-    """A stream table that is always due, whose refresh takes a tenth of a second and gives no row to start Spark for."""
+    """A stream table that is always due, whose refresh takes a tenth of a second and returns no rows for Spark."""
     query = "SELECT s.x FROM (SELECT slow() AS x, now() AS at OFFSET 0) AS s WHERE s.x = 0 AND s.at > '2000-01-01'"
     db.create_stream_table(name, query, schedule="100ms", refresh_mode="FULL", initialize=False)
     db.conn.execute("SELECT pgtrickle.alter_stream_table(%s, tier => %s)", (name, tier))
@@ -31,7 +31,7 @@ def refreshes(conn: Connection, name: str) -> int:
 
 
 def test_a_flood_of_urgent_units_does_not_starve_others(database: TestDatabase, server: EmbeddedServer) -> None:
-    """Groups go before single stream tables, hot ones before cold ones: for a while, not for ever."""
+    """Groups go before single stream tables, and hot ones before cold ones, but only for a while."""
     with ExitStack() as stack:
         second, third = (stack.enter_context(fresh_database(server, name)) for name in ("second", "third"))
         busy, cold, other = (

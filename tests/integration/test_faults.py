@@ -44,12 +44,12 @@ def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]
 
 
 def _expire_claims(conn: Connection) -> None:
-    """As if the lease of whoever holds a claim were over; the catalog's owner may do that."""
+    """Expire the lease of the claim's holder, as the catalog's owner may do."""
     conn.execute("UPDATE pgtrickle.pgt_services SET lease_expires = now() - interval '1 second'")
 
 
 def _action(db: pgtrickle.Database, name: str) -> tuple[str, str]:
-    """What the history says of the last refresh: action and reason."""
+    """The last refresh in the history: action and reason."""
     last = db.history(name, 1)[0]
     assert last["status"] == "COMPLETED", last
     return last["action"], last["reason"] or ""
@@ -133,7 +133,7 @@ def test_a_claim_is_not_taken_over_during_the_apply(
 def test_changes_since_the_cut_of_an_initial_population_are_kept_for_it(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
-    """Another stream table on the same source goes on meanwhile, and removes what it no longer needs."""
+    """Another stream table on the same source continues meanwhile, and purges what it no longer needs."""
     db.create_stream_table("totals", TOTALS)
 
     def go_on(name: str) -> None:
@@ -170,7 +170,7 @@ def test_changes_since_the_cut_of_a_reinitialization_are_kept_for_it(
 
 
 def test_many_rows_change_at_once(db: pgtrickle.Database, conn: Connection) -> None:
-    """More rows inserted and deleted than a smallint counts, though neither number alone is."""
+    """The sum of inserted and deleted rows exceeds a smallint, but neither number does."""
     db.create_stream_table("kept", KEPT)
     conn.execute("INSERT INTO item SELECT i, 1, 100 FROM generate_series(1000, 21000) AS i")
     db.refresh("kept")
@@ -184,7 +184,7 @@ def test_many_rows_change_at_once(db: pgtrickle.Database, conn: Connection) -> N
 
 @contextmanager
 def _writer(dsn: str, statements: Sequence[str]) -> Iterator[Callable[[], None]]:
-    """Somebody who goes on writing; the value waits until two more rounds are through. An error of theirs is the test's."""
+    """A continuous writer; calling the value waits for two more rounds. An error of the writer fails the test."""
     rounds = threading.Condition()
     count, stop, errors = 0, threading.Event(), list[BaseException]()
 
@@ -235,7 +235,7 @@ _BY_POSITION = (
 
 @dataclass(frozen=True)
 class _Ddl:
-    """One alteration of a source, and how the two queries read afterwards."""
+    """An alteration of a source, and the text of the two queries afterwards."""
 
     name: str
     statements: tuple[str, ...]
@@ -320,7 +320,7 @@ def test_a_source_altered_under_a_writer(
 def test_a_table_rewritten_while_the_cut_waits_for_it(
     rewrite: str, database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
-    """Neither is kept apart from snapshots that are older: read with one of those the table is empty."""
+    """Neither statement respects older snapshots: with one of those the table is empty."""
     conn.execute("CREATE TABLE kind (grp int PRIMARY KEY, name text)")
     conn.execute("INSERT INTO kind SELECT i, 'kind ' || i FROM generate_series(0, 4) AS i")
     query = "SELECT i.id, k.name FROM item AS i JOIN kind AS k USING (grp)"
@@ -388,7 +388,7 @@ def test_columns_in_use_are_neither_dropped_nor_retyped(db: pgtrickle.Database, 
 def test_a_transaction_with_a_renamed_source_that_commits_late(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
-    """Its rows were not captured, and the marker that says so appears long after it was written."""
+    """Its rows were not captured, and the marker becomes visible long after it was written."""
     renamed = "SELECT id, grp, amount AS val FROM item WHERE amount > 10"
     conn.execute("CREATE TABLE elsewhere (n int)")
     db.create_stream_table("kept", KEPT)
@@ -632,7 +632,7 @@ def test_the_connection_cut(step: str, database: TestDatabase, db: pgtrickle.Dat
 
 @contextmanager
 def _small_disk(megabytes: int) -> Iterator[Path]:
-    """A file system of its own that the server's account can write to."""
+    """A separate file system that the server's account can write to."""
     if os.geteuid() != 0:
         pytest.skip("a small file system can only be mounted by root")
     directory = Path(tempfile.mkdtemp(prefix="pgtrickle-disk-"))

@@ -47,7 +47,7 @@ def exact(conn: Connection) -> None:
 
 
 def transactions(conn: Connection) -> int:
-    """In how many transactions the members were stored last."""
+    """The number of transactions in which the members were last stored."""
     row = conn.execute(
         "SELECT count(DISTINCT coalesce(frontier ->> 'passed', pgt_name)) FROM pgtrickle.pgt_stream_tables"
     ).fetchone()
@@ -84,7 +84,7 @@ def test_all_members_change_in_one_transaction(db: pgtrickle.Database, conn: Con
 
 
 def test_ordinary_refreshes_continue_where_a_group_ended(db: pgtrickle.Database, conn: Connection) -> None:
-    """A frontier that a group stored is one that an ordinary refresh can start from, and the other way round."""
+    """An ordinary refresh can start from a frontier that a group stored, and vice versa."""
     attempt(db)
     for i in range(3):
         conn.execute("UPDATE item SET val = val + 10 WHERE id %% 7 = %s", (i,))
@@ -135,7 +135,7 @@ def test_rows_that_a_trigger_writes_into_a_source_are_refreshed_again(db: pgtric
 def test_a_partition_attached_during_a_group_refresh(
     database: TestDatabase, db: pgtrickle.Database, conn: Connection
 ) -> None:
-    """Neither the lock nor the snapshot of the transaction tells of it."""
+    """Neither the lock nor the snapshot of the transaction shows it."""
     conn.execute("CREATE TABLE log (id int, grp int) PARTITION BY LIST (grp)")
     conn.execute("CREATE TABLE log_1 PARTITION OF log FOR VALUES IN (1)")
     conn.execute("CREATE TABLE log_2 AS SELECT i AS id, 2 AS grp FROM generate_series(1, 10) AS i")

@@ -108,7 +108,7 @@ def test_upgrade_keeps_the_data(conn: psycopg.Connection) -> None:
 
 
 def test_upgrade_keeps_captured_changes_and_continues_capturing(conn: psycopg.Connection) -> None:
-    """Version 2 had one table per buffer, and capture functions that know only that."""
+    """Version 2 had one table per buffer, and capture functions for only that table."""
     install(conn, target=2)
     conn.execute("CREATE TABLE t (a int, b int)")
     conn.execute(
@@ -140,7 +140,7 @@ def test_upgrade_keeps_captured_changes_and_continues_capturing(conn: psycopg.Co
 
 
 def test_upgrade_leaves_capture_of_altered_sources_to_the_next_refresh(conn: psycopg.Connection) -> None:
-    """A new text would store the column's new type where the buffer has the old one, and fail the writer."""
+    """A new function would store the column's new type in a buffer column of the old type, and fail the writer."""
     install(conn)
     conn.execute("CREATE TABLE t (a int)")
     conn.execute("SELECT pgtrickle._attach('t', '{1}')")
@@ -192,7 +192,7 @@ def test_upgrade_removes_lengths_from_buffers(conn: psycopg.Connection) -> None:
 
 
 def test_upgrade_replaces_row_ids(conn: psycopg.Connection, database: TestDatabase) -> None:
-    """Up to version 20 those of a stream table without a key were computed by another function."""
+    """Up to version 20, row IDs were computed by another function."""
     query = "SELECT a, b FROM t"
     conn.execute("CREATE TABLE t (a int, b text); INSERT INTO t VALUES (1, 'x'), (1, 'x'), (2, NULL), (3, '(y)')")
     with pgtrickle.connect(database.dsn) as db:

@@ -98,7 +98,7 @@ def test_staging_tables_of_a_dead_process_are_dropped_by_the_next_large_refresh(
 def test_large_and_small_refreshes_at_once_keep_their_settings(
     database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two large and ten small ones, each over a connection of its own."""
+    """Two large and ten small refreshes, each over its own connection."""
     conn.execute("CREATE TABLE fact (id int PRIMARY KEY, kind int)")
     conn.execute("INSERT INTO fact SELECT i, i % 7 FROM generate_series(1, 5000) AS i")
     queries = {

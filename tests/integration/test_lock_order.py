@@ -117,7 +117,7 @@ PAIRS: list[tuple[Command, str | None, Command]] = [
 
 @pytest.fixture
 def settle(database: TestDatabase, conn: psycopg.Connection) -> Callable[[], None]:
-    """Makes the stream tables again that the last commands left."""
+    """Create missing stream tables again after commands that dropped them."""
     conn.execute("CREATE TABLE a (id int PRIMARY KEY); CREATE TABLE b (id int PRIMARY KEY, n int)")
     conn.execute(
         "INSERT INTO a SELECT generate_series(1, 5); INSERT INTO b SELECT n, n % 2 FROM generate_series(1, 5) n"
@@ -198,7 +198,10 @@ STORM: list[Command] = [
 
 @pytest.mark.long
 def test_commands_concurrent_with_writers(database: TestDatabase, settle: Callable[[], None]) -> None:
-    """Three sessions of random commands and two of writers: nothing hangs, no writer fails, and all is exact at the end."""
+    """Three sessions of random commands and two of writers.
+
+    Nothing hangs, no writer fails, and all is exact at the end.
+    """
     seed = random.randrange(1 << 32)
     print(f"seed {seed}, {STORM_SECONDS:.0f} seconds")
     end = time.monotonic() + STORM_SECONDS

@@ -39,7 +39,7 @@ _INSERT_EVENT = "INSERT INTO event SELECT %s::int, %s::text FROM generate_series
 
 @dataclass
 class _Traffic:
-    """What the writers share: when to stop, what they did, and what went wrong."""
+    """State shared by the writers: when to stop, what they did, and their errors."""
 
     dsn: str
     stop: threading.Event = field(default_factory=threading.Event)
@@ -48,7 +48,10 @@ class _Traffic:
 
 
 def _statements(conn: Connection, rng: random.Random, writer: int) -> None:
-    """One to four statements. Each writer updates and deletes rows of its own residue, so that none waits for another."""
+    """One to four statements.
+
+    Each writer updates and deletes rows of its own residue class, so that none waits for another.
+    """
     for _ in range(rng.randint(1, 4)):
         grp, some = rng.randrange(GROUPS), rng.randrange(11)
         match rng.randrange(6):
@@ -154,7 +157,7 @@ def _traffic(dsn: str, seed: int) -> Iterator[_Traffic]:
 
 
 class _AtCut:
-    """At every cut, the queries' results as another session sees them in the same snapshot."""
+    """The queries' results at every cut, as another session sees them in the same snapshot."""
 
     def __init__(self, dsn: str) -> None:
         self._other = psycopg.connect(dsn, autocommit=True)
@@ -172,7 +175,7 @@ class _AtCut:
             self.expected = {name: fetch_multiset(self._other, query) for name, query in QUERIES.items()}
 
     def differences(self) -> tuple[int, int]:
-        """How many rows the stream tables lack, and how many they have too often or should not have."""
+        """The number of rows that the stream tables lack, and of rows that they should not have."""
         lost = doubled = 0
         for name, query in QUERIES.items():
             columns = self._columns(query)
@@ -248,7 +251,7 @@ def test_nothing_is_lost_or_duplicated_in_a_minute(at_cut: _AtCut, database: Tes
 def test_a_change_of_a_transaction_open_at_the_cut_arrives_later(
     at_cut: _AtCut, database: TestDatabase, conn: Connection
 ) -> None:
-    """The transaction that is older than the cut commits after one that is younger."""
+    """A transaction that began before the cut commits after one that began later."""
     with psycopg.connect(database.direct_dsn) as old, psycopg.connect(database.direct_dsn, autocommit=True) as prepared:
         old.execute("INSERT INTO item VALUES (-1, 1, 1000), (-2, 99, 5)")
         prepared.execute("BEGIN")

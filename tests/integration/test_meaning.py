@@ -100,7 +100,7 @@ def test_a_new_label_changes_nothing(database: TestDatabase, conn: psycopg.Conne
 def test_dropping_the_key_of_a_source_suspends_the_stream_table(
     database: TestDatabase, conn: psycopg.Connection[Any]
 ) -> None:
-    """Its rows would overwrite each other. With the key back it goes on."""
+    """Its rows would overwrite each other. It continues when the key is back."""
     query = "SELECT id, val FROM item WHERE val > 10"
     with pgtrickle.connect(database.dsn) as db:
         db.install()
@@ -126,7 +126,9 @@ def test_dropping_the_key_of_a_source_suspends_the_stream_table(
 def test_queries_that_depend_on_the_search_path_are_refused_or_explained(
     database: TestDatabase, conn: psycopg.Connection[Any]
 ) -> None:
-    """A refresh runs under a path of its own, for its statements are texts that others' objects could fit better."""
+    """A refresh has its own search path, because its statements are texts for which others' objects could be better
+    matches.
+    """
     conn.execute(
         "CREATE SCHEMA store; SET search_path = store, public;"
         " CREATE TABLE price (id int PRIMARY KEY, price int); INSERT INTO price SELECT i, i FROM generate_series(1, 50) AS i;"

@@ -56,7 +56,7 @@ def create(conn: Connection, name: str, query: str, **options: Any) -> int:
 
 
 def fill(conn: Connection, pgt_id: int, ago: str = "0 s") -> None:
-    """As a refresh leaves it that saw everything up to now; `ago` makes it look older than it is."""
+    """The state after a refresh that saw everything up to now; `ago` makes it older."""
     conn.execute(
         f"UPDATE pgtrickle.pgt_stream_tables SET frontier = {FRONTIER}, status = 'ACTIVE', reinit_reason = NULL,"
         " data_timestamp = clock_timestamp() - %s::interval WHERE pgt_id = %s",
@@ -65,7 +65,7 @@ def fill(conn: Connection, pgt_id: int, ago: str = "0 s") -> None:
 
 
 def service(conn: Connection, **columns: Any) -> UUID:
-    """The row of a service that is alive, with other values where given."""
+    """The row of a live service, with other values if given."""
     service_id = uuid4()
     conn.execute(
         "INSERT INTO pgtrickle.pgt_services (service_id, host, pid, version) VALUES (%s, 'there', 4711, '0')",
@@ -90,7 +90,7 @@ def tick(conn: Connection, service_id: UUID, ago: str = "0 s") -> None:
 
 
 def job(conn: Connection, service_id: UUID, status: str, ids: list[int], **ago: str) -> int:
-    """A job whose times are so long ago; times that are not given are not known."""
+    """A job with these times in the past; times that are not given are unknown."""
     return int(
         value(
             conn,
@@ -114,7 +114,7 @@ def history(conn: Connection, pgt_id: int, status: str, milliseconds: int = 0, *
 
 
 def attach(database: TestDatabase, setting: str) -> None:
-    """ALTER DATABASE … SET, which for settings that no extension has declared takes a superuser."""
+    """ALTER DATABASE … SET, which requires a superuser for settings that no extension has declared."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
         superuser.execute(f"ALTER DATABASE {database.name} SET {setting}".encode())
 
@@ -138,7 +138,7 @@ def shop(conn: Connection) -> Connection:
 
 @pytest.fixture
 def visitor(database: TestDatabase, shop: Connection) -> Iterator[Connection]:
-    """A role without any right of its own."""
+    """A role without privileges."""
     with psycopg.connect(database.direct_dsn_as(database.create_role("visitor")), autocommit=True) as conn:
         yield conn
 

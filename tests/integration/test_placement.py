@@ -33,12 +33,12 @@ Connection = psycopg.Connection[Any]
 
 
 class _Fetched(Exception):
-    """Everything is read; the rest of the refresh is not wanted."""
+    """Everything has been read; the rest of the refresh is skipped."""
 
 
 @dataclass(frozen=True)
 class Logged:
-    """What the server logged: for each pass and case the queries that were copied out; and each case's explanation."""
+    """The server's log: for each pass and case the queries that were copied; and the explanation of each case."""
 
     cases: dict[str, CorpusQuery]
     copied: dict[tuple[str, str], list[str]]
@@ -51,9 +51,9 @@ def _stop_before_spark(step: str) -> None:
 
 
 def _fetch(dsn: str, conn: Connection, queries: list[CorpusQuery], label: str, placement: str) -> None:
-    """Refresh all up to the end of the fetch, every read under an application_name that says for whom.
+    """Refresh all up to the end of the fetch; the application_name of every read names its stream table.
 
-    A setting of its own for each stream table also means that none gets its rows from another's read.
+    Because each stream table has its own setting, none gets its rows from another's read.
     """
     conn.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET placement = %s, session_settings = session_settings"
@@ -139,7 +139,7 @@ def _reads_changes(query: str) -> bool:
 
 
 def _assert_listed(working: dict[str, list[str]], placement: str, logged: Logged) -> None:
-    """The list names those cases of this run that need it, all of them and no other."""
+    """The list names exactly those cases of this run that need it."""
     listed = [name for name in AT_SOURCE[placement] if name in logged.cases]
     missing = [f"{name} is not listed: {words}" for name, words in working.items() if name not in listed]
     needless = [f"{name} is listed and need not be" for name in listed if name not in working]

@@ -92,7 +92,7 @@ def test_six_tables_with_a_recomputed_aggregate_are_planned_at_once(
 def test_a_plan_over_budget_at_a_refresh_affects_only_its_stream_table(
     db: pgtrickle.Database, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit that creating them did not meet, as when the release was another one."""
+    """A limit that was not reached at creation, as after a change of releases."""
     queries = {"auto": RECOMPUTED, "always": RECOMPUTED, "small": "SELECT id, kind FROM r0"}
     db.create_stream_table("auto", queries["auto"], initialize=False)
     db.create_stream_table("always", queries["always"], refresh_mode="DIFFERENTIAL", initialize=False)
@@ -132,7 +132,7 @@ def test_groups_are_counted_again_after_a_full_refresh(
 def test_sums_are_recomputed_after_refreshes_without_a_plan(
     db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the groups added up to is only kept where there is a plan, and altering the mode must not hide that."""
+    """The sums of groups are only kept with a plan, and altering the mode must not hide that."""
     query = "SELECT r0.kind, count(*) AS n, sum(r1.id) AS total FROM r0 JOIN r1 ON r1.ref = r0.id GROUP BY r0.kind"
     db.create_stream_table("sums", query)
     conn.execute("INSERT INTO r0 VALUES (6, 6, 'k1')")

@@ -113,7 +113,7 @@ def test_without_a_pooler_statements_are_prepared(pooled: TestDatabase, conn: Co
 
 
 def test_one_stream_table_can_avoid_session_state(pooled: TestDatabase, conn: Connection) -> None:
-    """`pooler_compatibility_mode`, on a connection that is no pooler's."""
+    """`pooler_compatibility_mode`, on a connection without a pooler."""
     with recorded(pooled) as log, pgtrickle.connect(pooled.direct_dsn) as db:
         db.install()
         conn.execute(
@@ -180,13 +180,13 @@ def test_server_connections_killed_behind_the_pooler_do_no_harm(pooled: TestData
 
 
 def _more_refreshes(conn: Connection, number: int) -> None:
-    """Wait until there were more refreshes than that."""
+    """Wait until there have been more refreshes than that."""
     done = "SELECT count(*) > %s FROM pgtrickle.pgt_refresh_history WHERE status = 'COMPLETED'"
     until(lambda: conn.execute(done, (number,)).fetchone() == (True,))
 
 
 def test_the_pooler_mode_is_configured(pooled: TestDatabase, conn: Connection) -> None:
-    """Told of a pooler in transaction mode, nobody notifies; alerts are read instead."""
+    """With a configured pooler in transaction mode there are no notifications; alerts are read instead."""
     with pgtrickle.connect(pooled.dsn) as db:
         db.install()
     conn.execute("SELECT pgtrickle.set('pg_trickle.connection_pooler_mode', 'transaction')")

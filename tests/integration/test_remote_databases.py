@@ -288,7 +288,7 @@ def test_a_partition_in_another_database_causes_re_initialization(
 def test_values_recomputed_in_another_database(
     remote_shop: RemoteShop, db: pgtrickle.Database, statements: list[str]
 ) -> None:
-    """No trigger tells, and no view of ours is there to keep it from happening."""
+    """No trigger fires, and no view of pgtrickle prevents it."""
     crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     crm.execute("CREATE TABLE buyers (id int PRIMARY KEY, region text, spent int)")
     crm.execute("INSERT INTO buyers SELECT i, 'r', i FROM generate_series(1, 10) AS i")

@@ -132,7 +132,7 @@ def test_a_recently_closed_connection_is_not_used(remote_shop: RemoteShop, db: p
 
 @contextmanager
 def _backup(server: EmbeddedServer) -> Iterator[Any]:
-    """A copy of the stopped server, and a function that puts it in its place again."""
+    """A copy of the stopped server, and a function that restores it."""
     copy = server.data_dir.with_name("copy")
     server.stop("immediate")
     shutil.copytree(server.data_dir, copy, symlinks=True)
@@ -259,7 +259,7 @@ def test_no_secret_is_stored_or_shown(
 
 
 def _refused(dsn: str) -> bool:
-    """Whether the server asks for a password by now."""
+    """Whether the server already asks for a password."""
     try:
         psycopg.connect(dsn).close()
     except psycopg.OperationalError:

@@ -30,7 +30,7 @@ def create_function(remote_shop: RemoteShop, *names: str, volatility: str = "IMM
 
 
 def assert_exact(remote_shop: RemoteShop) -> None:
-    """The stream table is what its query gives over the customers, all in one database."""
+    """The stream table equals its query over the customers, all in one database."""
     crm, home = remote_shop.conns["crm"], remote_shop.conns["home"]
     rows = home.execute("SELECT id, more, id2 FROM twofold").fetchall()
     crm.execute("DROP TABLE IF EXISTS stored")

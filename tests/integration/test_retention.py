@@ -56,7 +56,7 @@ def stable_name(conn: Connection) -> str:
 
 
 def cut(conn: Connection) -> dict[str, str]:
-    """What a refresh would store as the frontier of this moment."""
+    """The frontier that a refresh would store now."""
     row = conn.execute(load_query("cut"), {"lock_timeout": "5s"}).fetchone()
     assert row is not None
     return {"node": row[0], "snapshot": row[1], "meaning": ""}
@@ -70,7 +70,7 @@ def set_frontier(conn: Connection, name: str, frontier: dict[str, str]) -> None:
 
 
 def pass_all(conn: Connection, *names: str) -> None:
-    """These stream tables have seen everything that is committed now."""
+    """Mark everything committed so far as seen by these stream tables."""
     for name in names:
         set_frontier(conn, name, cut(conn))
 
@@ -95,7 +95,7 @@ def write(conn: Connection, rows: int = ROWS) -> None:
 
 
 def changes(conn: Connection, frontier: dict[str, str]) -> Counter[int]:
-    """The changes that the connection's snapshot sees and the frontier did not."""
+    """The changes that are visible to the connection's snapshot but not to the frontier."""
     window = since(Snapshot.parse(frontier["snapshot"]), "__pgt_xid")
     buffer = sql.Identifier("pgtrickle_changes", f"changes_{stable_name(conn)}")
     rows = conn.execute(sql.SQL("SELECT c1, __pgt_w FROM {} WHERE {}").format(buffer, window)).fetchall()
@@ -106,7 +106,7 @@ def changes(conn: Connection, frontier: dict[str, str]) -> Counter[int]:
 
 
 def scans(conn: Connection) -> int:
-    """Of both tables of the buffer, by everybody."""
+    """The number of scans of both tables of the buffer, by all sessions."""
     conn.execute("SELECT pg_stat_force_next_flush()")
     counted = "SELECT sum(seq_scan) FROM pg_stat_user_tables WHERE schemaname = 'pgtrickle_changes' AND relname LIKE %s"
     return int(one(conn, counted, [f"%\\_{stable_name(conn)}"]))
@@ -123,7 +123,7 @@ def test_changes_that_all_readers_have_passed_are_purged(db: Connection) -> None
 
 
 def test_a_table_left_by_writers_is_truncated_without_reading_it(db: Connection) -> None:
-    """That nobody needs it any more is known from when they left it."""
+    """The time when they left it shows that nobody needs it any more."""
     for _ in range(4):
         write(db)
         pass_all(db, "first")
@@ -136,7 +136,7 @@ def test_a_table_left_by_writers_is_truncated_without_reading_it(db: Connection)
 
 
 def test_a_rolled_back_switch_of_tables_keeps_unread_changes(db: Connection) -> None:
-    """Writers have left a table all the same. What is known of an earlier change of tables says nothing about it."""
+    """Writers have left a table anyway. What was recorded for an earlier switch does not apply."""
     write(db)
     pass_all(db, "first")
     purge(db)
@@ -192,7 +192,7 @@ def test_an_open_transaction_elsewhere_keeps_nothing(db: Connection, other: Conn
 
 @pytest.mark.parametrize("end", ["commit", "prepare"])
 def test_rows_of_an_open_transaction_stay(db: Connection, other: Connection, end: str) -> None:
-    """They come to light after frontiers have passed everything around them."""
+    """They become visible after frontiers have passed everything around them."""
     write(db)
     write(other, 7)
     frontier = cut(db)
@@ -218,7 +218,7 @@ def test_rows_of_an_open_transaction_stay(db: Connection, other: Connection, end
 
 
 def test_a_cut_finds_its_changes_after_the_buffer_was_truncated(db: Connection, other: Connection) -> None:
-    """Its snapshot is older than the TRUNCATE, which takes no heed of snapshots, and it had not yet read the buffer."""
+    """Its snapshot is older than the TRUNCATE, which ignores snapshots, and it had not read the buffer yet."""
     write(db)
     pass_all(db, "first", "second")
     frontier = cut(db)
@@ -234,7 +234,7 @@ def test_a_cut_finds_its_changes_after_the_buffer_was_truncated(db: Connection, 
 
 
 def test_a_reader_in_its_initial_population_keeps_everything(db: Connection) -> None:
-    """Its cut is taken, its frontier not yet stored."""
+    """Its cut is taken, but its frontier is not stored yet."""
     db.execute(
         "UPDATE pgtrickle.pgt_stream_tables SET frontier = NULL, reinit_reason = 'test', claimed_by = gen_random_uuid()"
         " WHERE pgt_name = 'second'"
@@ -249,7 +249,7 @@ def test_a_reader_in_its_initial_population_keeps_everything(db: Connection) -> 
 
 
 def test_a_frontier_of_another_server_is_ignored(db: Connection) -> None:
-    """Its reader starts over; while it does, everything is kept."""
+    """Its reader re-initializes; until then, everything is kept."""
     moved = {"node": "1/1", "snapshot": "9999999:9999999:", "meaning": ""}
     set_frontier(db, "second", moved)
     write(db)
@@ -260,7 +260,7 @@ def test_a_frontier_of_another_server_is_ignored(db: Connection) -> None:
 
 
 def test_an_old_snapshot_purges_nothing(db: Connection, other: Connection) -> None:
-    """It does not see what has come since."""
+    """It does not see later changes."""
     other.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
     other.execute("SELECT 1")
     write(db)
@@ -271,7 +271,7 @@ def test_an_old_snapshot_purges_nothing(db: Connection, other: Connection) -> No
 
 
 def test_purging_gives_up_soon_during_reads(db: Connection, other: Connection) -> None:
-    """The lock timeout is purging's own, and writers are in the other table already."""
+    """Purging has its own lock timeout, and writers already use the other table."""
     write(db)
     changes(other, cut(other))
     pass_all(db, "first", "second")
@@ -285,7 +285,7 @@ def test_purging_gives_up_soon_during_reads(db: Connection, other: Connection) -
 
 
 def test_purging_gives_up_soon_while_the_buffer_is_being_altered(db: Connection, other: Connection) -> None:
-    """As when a stream table on further columns is created, in a transaction that stays open."""
+    """As when a stream table on more columns is created in a transaction that stays open."""
     write(db)
     pass_all(db, "first", "second")
     other.execute(f"LOCK TABLE pgtrickle_changes.changes_{stable_name(other)}")
@@ -296,7 +296,7 @@ def test_purging_gives_up_soon_while_the_buffer_is_being_altered(db: Connection,
 
 
 def test_others_may_not_purge(db: Connection, database: TestDatabase) -> None:
-    """In a transaction that stays open it would hold up refreshes."""
+    """In a transaction that stays open, it would block refreshes."""
     with (
         psycopg.connect(database.direct_dsn_as(database.create_role("nobody"))) as stranger,
         pytest.raises(psycopg.errors.InsufficientPrivilege, match="purge"),
@@ -305,7 +305,7 @@ def test_others_may_not_purge(db: Connection, database: TestDatabase) -> None:
 
 
 def test_new_columns_reach_both_tables(db: Connection) -> None:
-    """Also while the second is the one that is written."""
+    """Even while the second is the one that is written."""
     write(db)
     pass_all(db, "first", "second")
     purge(db)

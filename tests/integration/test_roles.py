@@ -31,7 +31,7 @@ class Roles:
 
 @pytest.fixture
 def roles(database: TestDatabase) -> Roles:
-    """The role `app` installs; alice and bob have a schema and a table each; the service may only name things."""
+    """The role `app` installs; alice and bob have a schema and a table each; the service has only USAGE."""
     alice, bob, service = (database.create_role(name) for name in ("alice", "bob", "service"))
     found = Roles(database, alice, bob, service)
     with pgtrickle.connect(database.dsn) as db:
@@ -152,7 +152,7 @@ END $$"""
 
 @pytest.mark.parametrize("way", ["query", "trigger", "check", "index"])
 def test_an_owners_code_cannot_reach_another_owners_table(roles: Roles, way: str) -> None:
-    """Run during fetch and apply by the service: it has the owner's rights, and no way back to the login's."""
+    """The service runs it during fetch and apply: it has the owner's rights, and cannot regain the login's."""
     alice, bob = roles.alice, roles.bob
     volatility = "IMMUTABLE" if way in {"query", "index"} else "VOLATILE"
     roles.sql(

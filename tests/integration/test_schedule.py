@@ -44,7 +44,7 @@ def db(database: TestDatabase, conn: Connection) -> Iterator[pgtrickle.Database]
 
 @pytest.fixture
 def scheduler(database: TestDatabase) -> Scheduler:
-    """Without a worker, so that what it begins stays where it can be seen."""
+    """Without a worker, so that submitted units stay visible."""
     return Scheduler(Tended("test", Workers(Budget(database.dsn), database.name, uuid.uuid4())), Pool(0), 30.0)
 
 
@@ -141,7 +141,7 @@ def test_a_sleep_on_a_lost_connection_ends(conn: Connection) -> None:
 def test_intervals_are_computed_with_a_single_lookup_of_the_setting(
     db: pgtrickle.Database, database: TestDatabase
 ) -> None:
-    """Looked up for each stream table, it made the thousandth take five times as long to create as the first."""
+    """With a lookup for each stream table, creating the thousandth took five times as long as the first."""
     for name in QUERIES:
         db.alter_stream_table(name, schedule="calculated")
     with psycopg.connect(database.superuser_dsn) as admin:
@@ -152,7 +152,7 @@ def test_intervals_are_computed_with_a_single_lookup_of_the_setting(
 
 
 def test_a_stream_table_refreshed_with_others_does_not_count_as_slow(db: pgtrickle.Database, conn: Connection) -> None:
-    """By the time that all took together each would count as slow, and from then on be refreshed alone."""
+    """If the total time counted, each would be slow, and would be refreshed alone from then on."""
     names = [f"many_{i}" for i in range(12)]
     for i, name in enumerate(names):
         db.create_stream_table(name, f"SELECT id, grp + {i} AS grp FROM item WHERE id > {i}", initialize=False)

@@ -58,7 +58,7 @@ def state(conn: Connection, name: str) -> tuple[str, str | None]:
 def test_a_setting_changed_while_a_scheduler_connects_takes_effect(
     database: TestDatabase, shop: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A session keeps the settings it began with: it may have those of a moment before the scheduler looked."""
+    """A session keeps the settings it started with: they may be older than those that the scheduler has read."""
     changed: list[str] = []
 
     def read_changed(conn: Connection) -> Settings:
@@ -162,7 +162,7 @@ def test_readers_of_a_diamond_never_see_a_partial_change(database: TestDatabase,
 
 @pytest.mark.direct("groups are refreshed level by level behind one")
 def test_readers_of_a_requested_group_never_see_a_partial_transfer(database: TestDatabase, shop: Connection) -> None:
-    """Two tables that have nothing in common but the transactions that write both."""
+    """Two tables that are related only by the transactions that write both."""
     balances = "SELECT count(*) AS n, sum(amount) AS total FROM {}"
     for name, table in (("here", "account_1"), ("there", "account_2")):
         shop.execute(f"CREATE TABLE {table} (id int PRIMARY KEY, amount int)".encode())

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.direct("PgBouncer keeps its connections")
 
 
 def prepare(dsn: str) -> None:
-    """An empty table and a stream table: a refresh has nothing to start Spark for."""
+    """An empty table and a stream table: a refresh needs no Spark."""
     with pgtrickle.connect(dsn) as db:
         db.install()
         db.conn.execute("CREATE TABLE item (id int PRIMARY KEY)")
@@ -46,7 +46,7 @@ def prepare(dsn: str) -> None:
 
 @contextmanager
 def readiness(service: Service) -> Iterator[str]:
-    """Where a service says whether it is ready."""
+    """The address of a service's readiness endpoint."""
     http = serve_http(service, "127.0.0.1:0")
     try:
         yield f"http://127.0.0.1:{http.server_address[1]}/readyz"
@@ -91,7 +91,7 @@ def test_readiness_names_databases_that_are_not_served(database: TestDatabase, s
 
 
 def errors_naming(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
-    """What was logged of a database."""
+    """The log entries about a database."""
     return [record.getMessage() for record in caplog.records if getattr(record, "database", None) == name]
 
 
@@ -122,7 +122,7 @@ def test_a_removed_catalog_or_database_is_logged_in_one_line(
 def test_after_a_restart_of_the_server_databases_are_served_at_once(
     pg_version: ServerVersion, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not take as long as it takes to be sure that a scheduler lasts."""
+    """That is quicker than making sure that a scheduler keeps running."""
     caplog.set_level(logging.INFO, "pgtrickle")
     monkeypatch.setattr(launcher_module, "LONGEST_BACKOFF", 100_000.0)
     base = Path(tempfile.mkdtemp(prefix="pgtrickle-test-"))
@@ -163,7 +163,7 @@ def test_a_drained_database_can_be_copied_and_renamed(server: EmbeddedServer) ->
 
 
 def test_a_connection_in_use_at_the_end_is_closed_when_it_is_released(database: TestDatabase) -> None:
-    """A look at another database may still run when the service has stopped."""
+    """A poll of another database may still be running when the service has stopped."""
     prepare(database.dsn)
     connections = Connections()
     with connections.open("other", database.dsn) as kept:

@@ -48,7 +48,7 @@ def db(shop: Tenants) -> Iterator[pgtrickle.Database]:
 
 
 def register(shop: Tenants, db: pgtrickle.Database) -> None:
-    """All tenants, and a set of those whose names fit."""
+    """Register all tenants, and a set of those whose names match."""
     for name in shop.names:
         db.add_database(name, shop.dsn(name))
     db.add_database_set("tenants", pattern=f"{shop.prefix}_*")
@@ -316,7 +316,7 @@ def test_roles_of_a_set_may_use_no_other_database(shop: Tenants, db: pgtrickle.D
 
 
 def test_a_hundred_members_are_not_too_many() -> None:
-    """For a plan; databases would take minutes."""
+    """For planning; real databases would take minutes."""
     text, integer = PgType(25, -1, "text"), PgType(23, -1, "integer")
     columns = (RelationColumn("pgt_database", 1, text, True), RelationColumn("id", 2, integer, True))
     members = tuple(

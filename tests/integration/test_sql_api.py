@@ -60,7 +60,7 @@ def shop(conn: Connection) -> Connection:
 
 @dataclass(frozen=True)
 class Roles:
-    """Four ordinary roles: who installed, two owners, and the service's login."""
+    """Four ordinary roles: the installing role, two owners, and the service's login."""
 
     database: TestDatabase
     installer: Connection
@@ -592,7 +592,7 @@ def test_emergency_stop_and_resume(shop: Connection, database: TestDatabase) -> 
 
 
 def test_four_roles(roles: Roles) -> None:
-    """Installer, two owners and the service are strangers to each other, and everything works."""
+    """The installing role, two owners and the service have no rights on each other's objects, and everything works."""
     mine = create(roles.alice, "st", "SELECT a FROM t", key_columns=["a"])
     theirs = create(roles.bob, "st", "SELECT a, secret FROM t")
     roles.alice.execute("INSERT INTO t VALUES (2, 'y')")
@@ -692,7 +692,7 @@ def test_rights_on_another_owners_table(roles: Roles) -> None:
 
 
 def test_adding_columns_to_another_owners_capture_does_not_affect_the_others(roles: Roles) -> None:
-    """Whoever has TRIGGER but no right to write cannot LOCK the table; the signature of the others must not change."""
+    """A role with TRIGGER but no right to write cannot LOCK the table; the signature of the others must not change."""
     create(roles.alice, "st", "SELECT a FROM t")
     roles.alice.execute(
         f"GRANT USAGE ON SCHEMA alice TO {roles.bob.info.user}; GRANT SELECT, TRIGGER ON t TO {roles.bob.info.user}"
@@ -730,7 +730,7 @@ def test_a_function_that_may_not_be_called_is_refused(roles: Roles) -> None:
 
 
 def test_the_right_to_create_ends_with_the_creation(roles: Roles) -> None:
-    """Objects in pgtrickle_views belong to owners of stream tables, but nobody creates others there."""
+    """Objects in pgtrickle_views belong to owners of stream tables, but no other objects can be created there."""
     create(roles.bob, "bob.mine", "SELECT 1 AS a")
     planted = "CREATE FUNCTION pgtrickle_views.read_9(text) RETURNS int LANGUAGE sql AS 'SELECT 1'"
     with pytest.raises(psycopg.errors.InsufficientPrivilege):

@@ -50,7 +50,7 @@ def now(conn: Connection) -> datetime:
 def test_staleness_is_never_too_small_and_its_error_is_bounded(
     database: TestDatabase, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Too large by no more than the time from a statement to its commit, and from a tick to the commit."""
+    """It is too large by at most the time from a statement to its commit, and from a tick to the commit."""
     seed = random.randrange(1_000_000)
     print("seed", seed)
     chance = random.Random(seed)
@@ -111,7 +111,7 @@ def _check(conn: Connection, lacking: list[Writer], ticks: list[datetime]) -> No
 
 
 def test_a_chain_is_as_stale_as_its_first_stream_table_was(database: TestDatabase, conn: Connection) -> None:
-    """A refresh of the first stream table brings the second one changes that are older than that refresh."""
+    """A refresh of the first stream table passes changes to the second one that are older than that refresh."""
     known = "SELECT known_at, own_at FROM pgtrickle._freshness(ARRAY[pgtrickle._require_id(%s)])"
     with pgtrickle.connect(database.dsn) as db:
         db.install()

@@ -56,7 +56,7 @@ def test_a_catalog_of_every_version_is_upgraded(database: TestDatabase, conn: ps
 def test_an_upgraded_catalog_has_the_rights_of_a_new_one(
     database: TestDatabase, conn: psycopg.Connection, server: EmbeddedServer, dump: Path
 ) -> None:
-    """And nobody but its owner has a right on a change buffer: stream tables go on without being created again."""
+    """Only its owner has privileges on a change buffer, and stream tables continue without being created again."""
     restore(database, dump)
     with (
         fresh_database(server, "rights_of_a_new_one") as new,

@@ -54,7 +54,7 @@ def db(database: TestDatabase, conn: psycopg.Connection) -> Iterator[pgtrickle.D
 
 @pytest.fixture
 def by_hand(database: TestDatabase) -> Iterator[psycopg.Connection[Any]]:
-    """A superuser whose writes no trigger sees, neither the guard's nor a capture's."""
+    """A superuser whose writes fire no trigger, neither the guard's nor a capture trigger."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as superuser:
         superuser.execute("SET session_replication_role = replica")
         yield superuser
@@ -124,7 +124,7 @@ def test_a_lost_change_is_found(db: pgtrickle.Database, conn: psycopg.Connection
 def test_busy_sources_make_no_difference(
     db: pgtrickle.Database, database: TestDatabase, conn: psycopg.Connection
 ) -> None:
-    """What is committed between the refresh and the comparison belongs to neither."""
+    """Commits between the refresh and the comparison belong to neither."""
     for name in ("keyed", "keyless", "summed"):
         db.create_stream_table(name, QUERIES[name])
     over = threading.Event()

@@ -77,7 +77,7 @@ def test_generated_queries_are_exact_after_every_round(database: TestDatabase, b
 
 
 def _world(conn: psycopg.Connection[Any], name: str, seed: int) -> tuple[World, Workload | MixedWorkload]:
-    """Create the sources of a world; gives what changes them, too."""
+    """Create the sources of a world, and return the workload that changes them."""
     if name == "mixed":
         mixed = mixed_world(conn)
         return mixed, MixedWorkload(seed, mixed)
@@ -86,7 +86,7 @@ def _world(conn: psycopg.Connection[Any], name: str, seed: int) -> tuple[World, 
 
 
 def _create(db: Database, queries: list[GeneratedQuery]) -> tuple[list[_Case], int, list[str]]:
-    """A stream table for each query, how many of them are FULL, and what went wrong."""
+    """Create a stream table for each query; return how many of them are FULL, and the errors."""
     cases: list[_Case] = []
     wrong: list[str] = []
     full = 0
@@ -106,7 +106,7 @@ def _create(db: Database, queries: list[GeneratedQuery]) -> tuple[list[_Case], i
 def _refresh(
     db: Database, conn: psycopg.Connection[Any], cases: list[_Case], *, first: bool
 ) -> list[tuple[_Case, Exception]]:
-    """Refresh all at once and compare each; gives those that failed."""
+    """Refresh all at once and compare each; return those that failed."""
     failed: dict[_Case, Exception] = {}
     actions: dict[_Case, str] = {}
     try:

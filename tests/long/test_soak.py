@@ -55,7 +55,7 @@ def shop(database: TestDatabase, conn: Connection) -> Connection:
 
 
 class Chaos:
-    """What users, operators and fate do, one thing at a time."""
+    """Random actions of users and operators, and random faults, one at a time."""
 
     def __init__(self, conn: Connection, seed: int) -> None:
         self.conn = conn
@@ -152,7 +152,7 @@ def _exact(conn: Connection) -> None:
 
 
 def _attached(conn: Connection) -> bool:
-    """A partition leaves no change: the service notices it in turn."""
+    """Attaching a partition captures no change: the service's audit notices it."""
     differs = (
         "SELECT count(*) FROM pgtrickle.pgt_dependencies AS d JOIN pgtrickle.pgt_change_tracking USING (source_relid)"
         " WHERE d.capture_signature IS DISTINCT FROM pgtrickle._capture_signature(source_relid)"
@@ -161,7 +161,7 @@ def _attached(conn: Connection) -> bool:
 
 
 def _steady(conn: Connection, chaos: Chaos, process: ServiceProcess, seconds: float) -> None:
-    """Changes only, at a moderate pace. After a warm-up nothing grows."""
+    """Only changes, at a moderate rate. After a warm-up nothing grows."""
     began = time.monotonic()
     early: tuple[float, tuple[int, ...]] | None = None
     while (passed := time.monotonic() - began) < seconds:
@@ -177,12 +177,12 @@ def _steady(conn: Connection, chaos: Chaos, process: ServiceProcess, seconds: fl
 
 
 def _memory(process: ServiceProcess) -> float:
-    """Of the service itself; its JVM has a limit of its own."""
+    """The memory of the service itself; its JVM has a separate limit."""
     return float(psutil.Process(process.pid).memory_info().rss)
 
 
 def _catalog(conn: Connection) -> tuple[int, ...]:
-    """Rows and bytes of pg_class and pg_attribute. Counts of insertions are told late, by connections that rest."""
+    """Rows and bytes of pg_class and pg_attribute. Idle connections report their insertions late."""
     row = conn.execute(
         "SELECT (SELECT count(*) FROM pg_class), (SELECT count(*) FROM pg_attribute),"
         " pg_relation_size('pg_class'), pg_relation_size('pg_attribute')"

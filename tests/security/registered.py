@@ -1,4 +1,7 @@
-"""A registered database to attack: it is read with a login of its own, `reader`. Mallory and alice own schemas there too."""
+"""A registered database to attack: it is read with a login of its own, `reader`.
+
+Mallory and alice own schemas there too.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ $$ BEGIN RAISE LOG 'evil ran as %', current_user; END $$;
 
 @dataclass(frozen=True)
 class Registered:
-    """The database `crm`, as home knows it."""
+    """The database `crm`, as registered at home."""
 
     roles: Roles
     database: TestDatabase

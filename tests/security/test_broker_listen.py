@@ -32,7 +32,7 @@ SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Pair:
-    """A certificate that signs itself, and its key."""
+    """A self-signed certificate and its key."""
 
     certificate: Path
     key: Path
@@ -53,7 +53,7 @@ def make_pair(directory: Path, address: str) -> Pair:
 
 @dataclass
 class Elected:
-    """A broker at work, as another service finds it in the catalog of the hub."""
+    """An elected broker, as another service finds it in the catalog of the hub."""
 
     shop: Hub
     service: Service
@@ -117,7 +117,7 @@ def test_with_the_ca_a_client_reads(encrypted: Elected, pair: Pair) -> None:
 
 
 def test_another_service_finds_the_broker_and_verifies_it(encrypted: Elected, pair: Pair) -> None:
-    """The way of a refresh: by the catalog of the hub, with the CA of its own configuration."""
+    """As a refresh does: through the catalog of the hub, with the CA of its own configuration."""
     hub, connections = encrypted.shop.hub, encrypted.service.watch.connections
     for ca, trusts in ((pair.certificate, True), (None, False)):
         other = Broker(uuid4(), connections, 30.0, BrokerConfig(ca=ca))
@@ -160,7 +160,7 @@ def test_a_wrong_token_is_refused(encrypted: Elected, pair: Pair, token: str) ->
 
 
 def test_the_token_is_not_sent_to_another_machine_in_plain_text(caplog: pytest.LogCaptureFixture) -> None:
-    """0.0.0.0 is no loopback address, but leads to this machine: what connects is seen here."""
+    """0.0.0.0 is not a loopback address but leads to this machine, so the test sees connections."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"grpc://0.0.0.0:{listener.getsockname()[1]}"
         assert request_shared_cut(address, "secret", "node", ["somebody"], 1.0) is None

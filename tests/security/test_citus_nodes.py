@@ -89,7 +89,7 @@ def create_in_sql(owner: str) -> str:
 
 
 def tell(conn: psycopg.Connection[Any], database: str, definition: dict[str, Any]) -> None:
-    """Say what a table of a node looks like."""
+    """Describe a table of a node."""
     conn.execute(
         "SELECT pgtrickle._gate('import_table', %s)", (Jsonb({"database": database, "definition": definition}),)
     )
@@ -129,7 +129,7 @@ def test_an_owner_cannot_decide_whose_changes_are_read_on_a_node(on_cluster: Clu
 
 
 def test_an_owner_creates_a_stream_table_on_a_distributed_table(on_cluster: ClusterRoles) -> None:
-    """With the Python API, twice: the table is not known the first time, and is known the second time."""
+    """With the Python API, twice: the table is imported the first time."""
     mallory = on_cluster.mallory
     for name in ("first", "second"):
         with pgtrickle.connect(on_cluster.cluster.servers[0].dsn(on_cluster.cluster.name, mallory)) as db:
@@ -170,7 +170,7 @@ def test_a_former_login_of_the_service_has_no_rights_on_workers(on_cluster: Clus
 
 
 def test_a_catalog_planted_on_a_worker_is_not_used(nodes: list[EmbeddedServer]) -> None:
-    """Looking for its version must not run what a stranger has put in its place."""
+    """Reading its version must not run what an untrusted role has put in its place."""
     with cluster(nodes, workers=1) as made:
         planter = f"planter_{made.name}"
         with psycopg.connect(made.superuser_dsn(), autocommit=True) as conn:

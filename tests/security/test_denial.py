@@ -208,7 +208,7 @@ def test_a_capture_function_on_another_table_does_not_mark_the_source(roles: Rol
 
 
 def test_a_row_capture_function_on_another_table_does_not_mark_the_source(roles: Roles) -> None:
-    """That of a partition is everybody's to attach, for whoever creates a partition of it copies its triggers."""
+    """Everybody may attach that of a partition, because creating a partition copies its triggers."""
     alice, mallory = roles.alice, roles.mallory
     roles.sql(
         alice,
@@ -246,7 +246,7 @@ def test_a_row_capture_function_on_another_table_does_not_mark_the_source(roles:
 
 
 def test_two_rows_with_the_same_short_hash_are_two_rows(roles: Roles) -> None:
-    """These were found in three minutes, for PostgreSQL's own hash functions are not made to resist that."""
+    """These were found in three minutes, because PostgreSQL's hash functions are not collision-resistant."""
     alice = roles.alice
     pair = (FIXTURES / "collision.txt").read_text().splitlines()
     hashes = ", ".join(f'hashtextextended(ROW(note)::text COLLATE "C", {seed})' for seed in (0, 1))

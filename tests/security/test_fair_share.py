@@ -22,7 +22,7 @@ END $$"""
 
 
 def test_requests_of_one_owner_do_not_take_all_workers(roles: Roles) -> None:
-    """Mallory asks for refreshes that last as long as she likes; alice is served meanwhile."""
+    """Mallory requests refreshes that take as long as she likes; alice is served meanwhile."""
     alice, mallory = roles.alice, roles.mallory
     roles.sql(mallory, HOLD.format(m=mallory))
     traps = [

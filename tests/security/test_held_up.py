@@ -29,7 +29,7 @@ NEEDED = "-c statement_timeout=30s"  # a test that would wait for ever fails ins
 
 @pytest.fixture
 def scheduler(roles: Roles) -> Scheduler:
-    """Without a worker, so that what it begins stays where it can be seen."""
+    """Without a worker, so that submitted units stay visible."""
     database = roles.database
     return Scheduler(Tended("test", Workers(Budget(database.dsn), database.name, uuid.uuid4())), Pool(0), 30.0)
 
@@ -145,7 +145,7 @@ def test_locked_cron_schedules_do_not_stop_the_scheduler(roles: Roles, scheduler
 def test_notifications_are_answered_together(
     roles: Roles, scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everybody can notify: a tick for each would keep the service and the server busy."""
+    """Everybody can send notifications: a tick for each would keep the service and the server busy."""
     monkeypatch.setattr(scheduler_module, "PAUSE_SECONDS", 2.0)
     roles.sql(roles.app, "SELECT pgtrickle.pause()")
     scheduler.start()

@@ -61,7 +61,7 @@ def is_healthy(port: int) -> bool:
 
 
 def has_ended(client: socket.socket) -> bool:
-    """Whether the server has closed a connection; waits until it says anything."""
+    """Whether the server has closed a connection; waits until it sends anything."""
     try:
         return client.recv(1) == b""
     except ConnectionError:
@@ -98,7 +98,7 @@ def test_connections_of_silent_clients_are_closed(service: Service, dial: Callab
 def test_a_client_that_sends_a_byte_at_a_time_is_disconnected(
     service: Service, dial: Callable[[int], socket.socket]
 ) -> None:
-    """Each byte ends a silence, so only the limit of the whole connection helps."""
+    """Each byte resets the idle time, so only the limit of the whole connection helps."""
     with serving(service, Limits(connections=1, silence=NEVER, seconds=1.0)) as port:
         slow = dial(port)
         slow.sendall(b"GET /healthz HTTP/1.0\r\nX-Slow: ")
@@ -118,7 +118,7 @@ def test_a_client_that_sends_a_byte_at_a_time_is_disconnected(
 
 
 def test_the_command_serves_with_limits(service: Service, dial: Callable[[int], socket.socket]) -> None:
-    """What `pgtrickle run` uses: without limits of its own."""
+    """As `pgtrickle run` does, without setting limits."""
     server = serve_http(service, "127.0.0.1:0")
     try:
         port = server.server_address[1]

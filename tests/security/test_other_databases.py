@@ -33,7 +33,7 @@ def reads_customers(crm: Registered) -> str:
 
 
 def assert_reads_no_more(crm: Registered, name: str) -> None:
-    """It is suspended with the reason, and has no rows that were written since."""
+    """The stream table is suspended with the reason, and has no rows that were written since."""
     roles, alice = crm.roles, crm.roles.alice
     crm.sql(alice, f"INSERT INTO {alice}.customers VALUES (50, 'written later')")
     with pytest.raises(PrivilegeError, match="may not read") as refused:
@@ -71,7 +71,7 @@ def test_roles_of_a_removed_set_can_no_longer_read_its_members(crm: Registered) 
 
 
 def test_a_grant_on_a_stand_in_is_not_enough(crm: Registered) -> None:
-    """Whoever granted it: the registry says who may use a database."""
+    """Regardless of who granted it: the registry decides who may use a database."""
     roles, alice, mallory = crm.roles, crm.roles.alice, crm.roles.mallory
     with roles.service() as db:
         db.import_table("crm", f"{alice}.customers")
@@ -243,7 +243,7 @@ def test_objects_trusted_at_creation_are_compared_again_at_every_refresh(crm: Re
 
 
 def test_an_extension_of_an_untrusted_role_is_not_trusted(crm: Registered) -> None:
-    """Its objects are a superuser's, and its owner can drop them and create others in their place."""
+    """Its objects belong to a superuser, but its owner can drop them and create others in their place."""
     roles, mallory = crm.roles, crm.roles.mallory
     with psycopg.connect(crm.database.superuser_dsn, autocommit=True) as conn:
         if not conn.execute("SELECT FROM pg_available_extensions WHERE name = 'citext'").fetchall():
@@ -281,7 +281,7 @@ def test_untrusted_owners_are_recognized_if_the_readers_name_needs_quotes(crm: R
 
 @pytest.mark.parametrize("direction", ["e AS text", "text AS e"])
 def test_a_table_whose_type_has_a_cast_of_an_untrusted_role_is_not_read(crm: Registered, direction: str) -> None:
-    """Values are printed with a cast to text; keys that a join looks for are read with a cast from text."""
+    """Values are printed with a cast to text; keys for lookups are read with a cast from text."""
     mallory = crm.roles.mallory
     source, _, target = (f"{mallory}.e" if part == "e" else part for part in direction.partition(" AS "))
     crm.sql(

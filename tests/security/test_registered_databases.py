@@ -118,7 +118,7 @@ def test_a_brokers_token_of_one_database_is_useless_for_another(roles: Roles) ->
 
 
 def _broker(database: TestDatabase, administrator: str) -> tuple[str, str, str]:
-    """What the catalog of a database says of its broker."""
+    """The broker in the catalog of a database."""
     found: list[Any] = []
     with psycopg.connect(database.direct_dsn_as(administrator), autocommit=True) as conn:
 
@@ -146,7 +146,7 @@ def _rows(address: str, token: str, node: str) -> Any:
 
 
 def test_behind_a_pooler_a_search_path_that_everybody_may_write_to_is_refused(roles: Roles) -> None:
-    """A pooler in transaction mode takes the search path away that the service would set."""
+    """A pooler in transaction mode does not keep the search path that the service would set."""
     with crm(roles) as other:
         with psycopg.connect(other.database.superuser_dsn, autocommit=True) as conn:
             conn.execute("GRANT CREATE ON SCHEMA public TO PUBLIC")
@@ -161,7 +161,7 @@ def test_behind_a_pooler_a_search_path_that_everybody_may_write_to_is_refused(ro
 
 
 class Eavesdropper:
-    """A server that asks whoever connects for the password in clear text."""
+    """A server that asks every client for its password in clear text."""
 
     def __init__(self) -> None:
         self.heard: list[bytes] = []

@@ -17,12 +17,12 @@ pytestmark = pytest.mark.pgversions
 
 
 def gate(action: str, **arguments: Any) -> str:
-    """The statement with which anybody passes the gate."""
+    """The statement with which any role uses the gate."""
     return f"SELECT pgtrickle._gate('{action}', $gate${json.dumps(arguments)}$gate$)"
 
 
 def try_refresh(roles: Roles, name: str) -> None:
-    """As a worker does it: whatever becomes of it, the next one is refreshed."""
+    """Refresh like a worker: after an error, the next one is refreshed."""
     worker = Worker(roles.database.dsn)
     worker.refresh(roles.id_of(name))
     worker.close()
@@ -264,7 +264,10 @@ def test_the_mode_of_one_stream_table_is_not_that_of_others(roles: Roles) -> Non
 
 
 def test_exponentially_nested_views_are_not_expanded(roles: Roles) -> None:
-    """Each reads the one before it twice. PostgreSQL computes each once; a plan of ours would double with every one."""
+    """Each reads the previous one twice.
+
+    PostgreSQL computes each once; a plan of pgtrickle would double with every one.
+    """
     mallory = roles.mallory
     parts = [f"c0 AS (SELECT id, v FROM {mallory}.src)"]
     parts += [f"c{i} AS (SELECT a.id, b.v FROM c{i - 1} AS a JOIN c{i - 1} AS b USING (id))" for i in range(1, 40)]

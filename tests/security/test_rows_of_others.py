@@ -51,7 +51,7 @@ def test_a_setting_does_not_outlive_the_code_that_changed_it(roles: Roles, setti
 
 @pytest.fixture
 def payments(roles: Roles) -> str:
-    """The name of a table of alice's; her view alice.v shows bob his own rows only."""
+    """The name of a table of alice's; her view alice.v shows bob only his own rows."""
     alice, bob = roles.alice, roles.bob
     roles.sql(
         alice,

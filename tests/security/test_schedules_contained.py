@@ -66,7 +66,7 @@ def create(conn: Connection, name: str, query: str, schedule: str = "100ms") -> 
 
 
 def write(database: TestDatabase, name: str, column: bytes, value: object) -> None:
-    """Past all checks, as nobody but a superuser can."""
+    """Write past all checks, as only a superuser can."""
     with psycopg.connect(database.superuser_dsn, autocommit=True) as admin:
         admin.execute(
             b"UPDATE pgtrickle.pgt_stream_tables SET " + column + b" = %s, next_due = '-infinity' WHERE pgt_name = %s",
@@ -85,7 +85,7 @@ def are_suspended(conn: Connection, *names: str) -> bool:
 
 
 def follows(conn: Connection, number: int) -> None:
-    """The healthy stream table sees a change, and has not failed."""
+    """The healthy stream table includes a change, and has not failed."""
     conn.execute("INSERT INTO item VALUES (%s, 7)", (1000 + number,))
     fresh(conn, "good")
     assert_equal_to_query(conn, "good", TOTALS)

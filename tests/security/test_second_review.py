@@ -22,7 +22,7 @@ pytestmark = pytest.mark.pgversions
 
 
 def attempt(roles: Roles, *names: str) -> Outcome:
-    """A refresh as a worker of the service makes it."""
+    """Refresh like a worker of the service."""
     with roles.service() as db:
         return db.engine.attempt([roles.id_of(name) for name in names], "SCHEDULE")
 
@@ -222,7 +222,7 @@ def test_a_service_role_may_have_any_name(roles: Roles) -> None:
 
 
 def test_the_message_of_a_job_is_shown_to_those_who_may_see_all_of_it(roles: Roles) -> None:
-    """One job refreshes stream tables of several owners, some of which may be gone."""
+    """One job refreshes stream tables of several owners, some of which may have been dropped."""
     ids = [
         roles.id_of(roles.create(owner, "mine", f"SELECT id FROM {owner}.orders")) for owner in (roles.alice, roles.bob)
     ]

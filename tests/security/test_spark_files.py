@@ -53,7 +53,7 @@ class Child:
         self._process = process
 
     def work(self) -> list[Path]:
-        """The places that the session uses."""
+        """The directories that the session uses."""
         return [Path(place) for place in self._tell("work") or ()]
 
     def stop_spark(self) -> None:
@@ -69,7 +69,7 @@ class Child:
 
 @contextmanager
 def child(environment: dict[str, str]) -> Iterator[Child]:
-    """Ends of itself at the end of the block, as any process that comes to its end."""
+    """A child that ends normally at the end of the block."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("TMPDIR", "SPARK_LOCAL_DIRS")}
     with subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
@@ -89,7 +89,7 @@ def child(environment: dict[str, str]) -> Iterator[Child]:
 
 
 def check_private(places: list[Path], base: Path) -> Path:
-    """All that was written is below one directory of the base, which is closed to others."""
+    """Assert that all files are below one directory of the base that other accounts cannot read."""
     (private,) = base.iterdir()
     written = {path.name.partition("_")[0] for path in private.rglob("*")}
     assert {"shuffle", "rdd"} <= written, "the job has left rows here"
@@ -121,7 +121,7 @@ def test_a_disk_that_was_chosen_for_spark_has_the_private_directory(tmp_path: Pa
 
 
 def test_an_interrupted_start_leaves_neither_files_nor_a_jvm(tmp_path: Path) -> None:
-    """A JVM that nobody waits for any more would make the directory again, open to all, and stay."""
+    """An abandoned JVM would create the directory again, readable by all, and stay."""
     program = "from pgtrickle.spark.session import spark_session; spark_session()"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", program]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.pgversions
 
 
 def test_the_negator_of_an_operator_does_not_run_as_the_service(roles: Roles) -> None:
-    """The rule of the query holds only PostgreSQL's own function; the planner calls the negator's instead."""
+    """The rule of the query contains only a built-in function; the planner calls the negator's instead."""
     m = roles.mallory
     roles.sql(
         m,

@@ -64,7 +64,7 @@ def watching(dsn: str, *trusted: str) -> Iterator[Launcher]:
 
 
 def not_served(launcher: Launcher, name: str) -> str:
-    """Why a database is not served, when the launcher has looked at it."""
+    """Why a database is not served, once the launcher has examined it."""
     until(lambda: launcher.databases.get(name, Watched()).problem, "the launcher has looked at it")
     return launcher.databases[name].problem or ""
 
@@ -169,7 +169,7 @@ def test_an_owner_uses_a_catalog_of_another_role(roles: Roles) -> None:
 
 
 def test_a_member_of_a_set_with_a_hostile_catalog_does_not_join(roles: Roles) -> None:
-    """Whoever may create databases makes one whose name fits the pattern."""
+    """A role that may create databases creates one whose name matches the pattern."""
     login = roles.database.create_role("svc")
     with own_database(roles, "tenant") as own:
         own.sql(
@@ -190,7 +190,7 @@ def test_a_member_of_a_set_with_a_hostile_catalog_does_not_join(roles: Roles) ->
 
 
 def test_a_registered_database_with_a_planted_catalog_is_not_read(roles: Roles) -> None:
-    """Its owner is trusted by whoever registers it; others who may create schemas there are not."""
+    """The role that registers it trusts its owner, but not others who may create schemas there."""
     login = roles.database.create_role("reader")
     with own_database(roles, "crm") as own:
         own.sql(

@@ -38,7 +38,7 @@ _COMPARISONS: dict[type[exp.Expression], Callable[[Value, Value], bool]] = {
 
 
 def evaluate(node: exp.Expression, env: Env) -> Value:
-    """The expression's value where columns have these values."""
+    """The value of the expression if the columns have these values."""
     match node:
         case exp.Column():
             return env[node.name]

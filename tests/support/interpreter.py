@@ -1,4 +1,4 @@
-"""What a plan means: a reference interpreter over Z-sets, written to be obviously right and for nothing else.
+"""The meaning of plans: a reference interpreter over Z-sets, written only to be obviously correct.
 
 A row is a tuple of values, a Z-set a dictionary from rows to weights other than zero. Operators that only states have,
 aggregates and outer joins and the right side of marks, insist on states: no weight below zero.
@@ -83,7 +83,7 @@ States = Mapping[int, TableState]  # by the OID of the table
 
 @dataclass(frozen=True)
 class Reading:
-    """The freedom that a plan leaves to those who run it."""
+    """The choices that a plan leaves to the executor."""
 
     # What a key filter lets through: the keys of its origin, those that the fetch finds for it, or everything.
     keys: Literal["exact", "traced", "ignored"] = "exact"
@@ -200,7 +200,7 @@ class _Interpreter:
 
     @staticmethod
     def _matches(plan: Exists | Flip, row: Row, others: ZSet) -> int:
-        """How many of the others a row of the left side meets."""
+        """The number of right rows that match a row of the left side."""
         columns = (*plan.left.columns, *plan.right.columns)
         return sum(w for other, w in others.items() if _holds(plan.condition, _env(columns, (*row, *other))))
 
@@ -237,7 +237,7 @@ class _Interpreter:
         return {row: weight for row, weight in change.items() if row[:width] in touched}
 
     def _keys(self, plan: KeyFilter) -> set[Value] | None:
-        """The values that the filter lets through; None for all."""
+        """The values that pass the filter; None for all."""
         if self.reading.keys == "ignored":
             return None
         sources = [(plan.origin, plan.origin_column)]
@@ -254,7 +254,7 @@ class _Interpreter:
 
 
 def _places(columns: Sequence[Column], wanted: Iterable[Column]) -> list[int]:
-    """Where columns stand, by their ids: their names may differ."""
+    """The positions of columns by their IDs: their names may differ."""
     ids = [column.id for column in columns]
     return [ids.index(column.id) for column in wanted]
 

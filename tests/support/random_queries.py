@@ -1,4 +1,4 @@
-"""Random queries, small tables and changes of these, for Hypothesis: what it shrinks to is a text to read.
+"""Random queries over small tables and their changes, for Hypothesis: it shrinks failures to a readable text.
 
 Queries are written as PostgreSQL would print them, over few small numbers, so that rows meet, repeat and cancel out. An
 alias is used once in a query.
@@ -209,7 +209,7 @@ class _Writer:
         return self._joined(self._pick((1, 2, 2, 3)) if depth else 1, depth)
 
     def _joined(self, width: int, depth: int) -> tuple[str, list[_Field]]:
-        """So many sources, joined in one order or another."""
+        """That many sources, joined in any order."""
         if width == 1 or self._sources <= 1:
             return self._source(depth)
         on_left = self._draw(st.integers(1, width - 1))
@@ -279,7 +279,7 @@ class _Writer:
         return f" WHERE ({text})"
 
     def _mark(self, depth: int, fields: Sequence[_Field]) -> str:
-        """EXISTS or IN, or the contrary."""
+        """EXISTS or IN, or their negation."""
         if self._sources < 1:
             return self._condition(fields)
         shape = self._pick(("exists", "in", "rows", "query"))

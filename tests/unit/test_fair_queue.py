@@ -42,7 +42,7 @@ class Simulation:
     arrivals: list[tuple[Task, float]]  # with the seconds that each takes
 
     def run(self) -> Iterator[tuple[Task, float, list[Task]]]:
-        """Each start: the task, when, and what waited beside it and could have begun."""
+        """Each start: the task, its time, and the waiting tasks that could have started."""
         arrivals = sorted(self.arrivals, key=lambda arrival: arrival[0].enqueued)
         seconds = {id(one): lasts for one, lasts in arrivals}
         waiting: list[Task] = []
@@ -70,7 +70,7 @@ class Simulation:
 
 
 def random_arrivals(chance: random.Random, databases: int, owners: int) -> list[tuple[Task, float]]:
-    """More than the workers can do, for the most part from one owner who also asks for refreshes all the time."""
+    """More work than the workers can do, mostly from one owner, who also requests refreshes continuously."""
     found = []
     for _ in range(STARTS):
         hog = chance.random() < 0.7

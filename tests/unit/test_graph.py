@@ -61,7 +61,7 @@ def test_a_cycle_in_the_catalog_does_not_loop_forever() -> None:
 
 
 def test_a_group_has_one_owner() -> None:
-    """Its members fail together: what one owner's code breaks is not another's."""
+    """Its members fail together, so an owner's code must not break stream tables of another owner."""
     graph = DependencyGraph.of({3: [1, 2]}, {1: ["a"], 2: ["a"]}, owners={1: 10, 2: 10, 3: 20})
     assert set(graph.groups.get(1, frozenset({1}))) == {1}
     assert set(graph.groups.get(3, frozenset({3}))) == {3}

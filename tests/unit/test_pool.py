@@ -35,7 +35,7 @@ def unit(kind: Kind = "SINGLETON", tier: int = 0, *, asked: bool = False) -> Uni
 
 
 class Recorder:
-    """Tasks whose order of starting is written down; each waits to be let go."""
+    """Records the order in which tasks start; each waits until it is released."""
 
     def __init__(self) -> None:
         self.started: list[str] = []

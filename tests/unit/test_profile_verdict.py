@@ -14,7 +14,7 @@ Moment = tuple[int, int, int]  # active, pool size, queue depth
 
 
 def samples(*runs: tuple[int, Moment]) -> list[Sample]:
-    """So many samples of each kind, a second apart."""
+    """That many samples of each kind, one second apart."""
     moments = [moment for number, moment in runs for _ in range(number)]
     return [Sample(START + timedelta(seconds=n), *moment) for n, moment in enumerate(moments)]
 

@@ -165,17 +165,17 @@ def test_placement_keeps_the_rows(case: Case) -> None:
 
 
 def _change_of(plan: Plan) -> Plan | None:
-    """The change, if it can be computed at all."""
+    """The change, if it can be computed."""
     return _unless(("operators",), lambda: differentiate(plan))
 
 
 def _program_of(case: Case) -> Program:
-    """The program, if the query can be maintained at all."""
+    """The program, if the query can be maintained."""
     return _unless(("operators", "reads no table", "print differently"), lambda: plan_query(case.query, TABLES))
 
 
 def _unless(reasons: Sequence[str], plan: Callable[[], T]) -> T:
-    """What is planned; an example that is refused for one of these reasons says nothing."""
+    """The plan; an example that is refused for one of these reasons is discarded."""
     try:
         return plan()
     except Unsupported as error:
@@ -189,7 +189,7 @@ def _changed_rows(change: Plan | None, states: States, reading: Reading) -> ZSet
 
 
 def _difference(plan: Plan, states: States) -> ZSet:
-    """What happens to the result of a plan."""
+    """The difference between the results of a plan."""
     return minus(interpret(plan, states), interpret(at_version(plan, Version.OLD), states))
 
 
@@ -215,7 +215,7 @@ def _projections(plan: Plan) -> Iterator[Project]:
 
 
 def _groups_before_and_after(form: AdditiveForm, change: Plan, states: States) -> tuple[GroupStates, GroupStates]:
-    """The stored state, and what it is when the change is added."""
+    """The stored state before and after the change is added."""
     before = group_states(form, at_version(form.input, Version.OLD), states)
     return before, add_states(before, group_states(form, change, states))
 

@@ -1,4 +1,4 @@
-"""The reference interpreter against an SQL database: what it is right about, the properties of the algebra can rely on."""
+"""The reference interpreter compared with an SQL database, because the tests of the algebra rely on it."""
 
 from __future__ import annotations
 
