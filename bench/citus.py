@@ -117,7 +117,7 @@ def _loads(bench: Bench, made: clusters.Cluster, measured: Figures, repeat: int,
             sources = [(made.servers[node], names) for node, names in of_node.items()]
             read = sources if direct else [(made.servers[0], ["big"])]
             measured.loads[way].append(seconds(partial(_read, made.name, read, measured.rows)))
-    say("the first filling of a stream table")
+    say("the initial population of a stream table")
     query = "SELECT region, count(*) AS n, sum(amount) AS total FROM big GROUP BY region"
     measured.filled = seconds(lambda: bench.db.create_stream_table("of_big", query))
     bench.db.drop_stream_table("of_big")
@@ -326,7 +326,7 @@ def _check_captured(made: clusters.Cluster, expected: int) -> None:
 
 def show(console: Console, measured: Figures) -> None:
     loads = [[way, *_spread(times)] for way, times in measured.loads.items()]
-    loads.append(["a first filling, by a stream table", ms(measured.filled), "", ""])
+    loads.append(["an initial population, by a stream table", ms(measured.filled), "", ""])
     table(console, f"Reading {measured.rows:,} rows of a distributed table", ["", "median, ms", "least", "most"], loads)
     applies = [[form, *_spread(times)] for form, times in measured.applies.items()]
     title = f"Applying {UPSERTS:,} upserts and {DELETES:,} deletes to {STORED:,} distributed rows"

@@ -137,7 +137,7 @@ def try_pair(
 
 
 def _rounds(both: Sequence[psycopg.Connection[Any]], left: Sequence[str], right: Sequence[str]) -> Iterator[str]:
-    yield "the first filling"
+    yield "the initial population"
     for conn in both:
         for number, value in enumerate(right[1::2]):
             _insert(conn, "r", value, number)
