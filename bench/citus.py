@@ -46,7 +46,7 @@ _STORE = "INSERT INTO target SELECT i, i, 1, md5(i::text)::uuid FROM generate_se
 class Figures:
     rows: int
     loads: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    filled: float = 0.0  # seconds of a whole first filling
+    filled: float = 0.0  # seconds of a whole initial population
     applies: dict[str, list[float]] = field(default_factory=lambda: {form: [] for form in FORMS})
     copied: list[float] = field(default_factory=list)  # seconds of COPY under a trigger that only copies rows
     costs: dict[str, Cost] = field(default_factory=lambda: {name: Cost() for name in (*BOUNDS, SINGLE, SINGLE_UPDATE)})

@@ -59,7 +59,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Load:
-    """The first filling of a stream table, or of a materialized view."""
+    """The initial population of a stream table, or of a materialized view."""
 
     rows: int
     query: str
@@ -122,7 +122,7 @@ def _measure_query(
     """All methods on one query. The tables of others would take the memory of these."""
     title = f"{rows:,} rows, {query}"
     for method in METHODS:
-        say(f"{title}: first filling, {method}")
+        say(f"{title}: initial population, {method}")
         report.loads.append(Load(rows, query, method, seconds(partial(_create, bench, query, method))))
     bench.conn.execute("VACUUM ANALYZE")
     for cycle in range(WARM_UP_CYCLES):

@@ -46,7 +46,7 @@ def _print_loads(console: Console, report: Report) -> None:
     for rows, query in dict.fromkeys((load.rows, load.query) for load in report.loads if load.method == METHODS[-1]):
         taken = [found[rows, query, method] for method in METHODS]
         lines.append([f"{query}, {rows:,} rows", *map(ms, taken), *(f"{t / taken[-1]:.1f}" for t in taken[:-1])])
-    heads = ["first filling", *(f"{m}, ms" for m in METHODS), *(f"{p} × {FULL}" for p in PLACEMENTS)]
+    heads = ["initial population", *(f"{m}, ms" for m in METHODS), *(f"{p} × {FULL}" for p in PLACEMENTS)]
     table(console, "First filling", heads, lines)
 
 

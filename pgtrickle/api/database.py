@@ -100,7 +100,7 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
     except psycopg.ProgrammingError:
         # libpq's message repeats the DSN, which may contain a password.
         raise ConnectionFailedError(
-            "the DSN is not one that PostgreSQL understands",
+            "PostgreSQL cannot parse the DSN",
             "Write it as postgresql://user@host/database, or as key=value pairs.",
         ) from None
     if "@" in str(known.get("host", "")):

@@ -20,7 +20,7 @@ SECRETS = ("password", "sslpassword")
 # Options for files on this machine, and hostaddr: it can receive a password that a password file has for another host.
 FILE_OPTIONS = ("service", "passfile", "sslcert", "sslkey", "hostaddr")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-# A server that does not answer any more is detected within half a minute, not after the kernel's two hours.
+# An unresponsive server is detected within half a minute, not after the kernel's two hours.
 _LIMITS = {"connect_timeout": "10", "keepalives_idle": "10", "keepalives_interval": "5", "keepalives_count": "3"}
 
 
@@ -32,7 +32,7 @@ class RegisteredDatabase:
     dsn: str
     node: str | None
     roles: list[str]
-    tables: list[str]  # those that this database knows
+    tables: list[str]  # those imported into this database
 
 
 def registered(conn: psycopg.Connection[Any]) -> list[RegisteredDatabase]:
@@ -101,7 +101,7 @@ def storable(dsn: str) -> str:
     except psycopg.ProgrammingError:
         # libpq's message repeats the text, which may contain a password.
         raise ConnectionFailedError(
-            "the DSN is not one that PostgreSQL understands", "Such as postgresql://user@host/database."
+            "PostgreSQL cannot parse the DSN", "Such as postgresql://user@host/database."
         ) from None
     for name in SECRETS:
         value = known.get(name)
@@ -118,7 +118,7 @@ def storable(dsn: str) -> str:
 class DsnPolicy:
     """What the DSN of a registered database may use from a machine that also has secrets of others.
 
-    An administrator of one database writes the DSN, and thereby chooses the host that receives the secret. Such a DSN
+    An administrator of one database writes the DSN, and so chooses the host that receives the secret. Such a DSN
     never uses PGPASSWORD.
     """
 

@@ -185,7 +185,7 @@ def _write_templates(conn: Connection) -> None:
 def _replace_functions(conn: Connection, script: str) -> None:
     """Create or replace functions. One whose result type or parameters have changed is dropped first.
 
-    All others are replaced in place, so that sessions can go on calling them.
+    All others are replaced in place, so that sessions can continue calling them.
     """
     while True:
         try:

@@ -32,7 +32,7 @@ AND n.nspname OPERATOR(pg_catalog.=) ANY (pg_catalog.current_schemas(true))
 
 @dataclass(frozen=True)
 class Trust:
-    """Whose catalogs a login uses, besides its own and those of superusers and of members of its role."""
+    """The owners whose catalogs a login uses, in addition to itself, superusers and members of its role."""
 
     owners: frozenset[str] = frozenset()
     database_owner: bool = False  # the user named this very database, and so trusts its owner

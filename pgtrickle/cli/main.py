@@ -101,5 +101,5 @@ def _report(error: Exception) -> tuple[str, str | None, int] | None:
         text = str(error).strip().splitlines() or [type(error).__name__]
         return f"Spark: {text[0]}", None, FAILED
     if isinstance(error, BrokenPipeError):
-        return "the output was closed before its end", None, FAILED
+        return "the output was closed early", None, FAILED
     return None

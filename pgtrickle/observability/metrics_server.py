@@ -93,7 +93,7 @@ class _Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         pool = self._service.pool
         yield _gauge("workers", "Workers of this service", pool.size)
-        yield _gauge("workers_active", "Workers that refresh something", pool.active)
+        yield _gauge("workers_active", "Workers that are refreshing", pool.active)
         yield _gauge("jobs_queued", "Units that wait for a worker", pool.queued)
         up = GaugeMetricFamily("pgtrickle_server_up", "1 if the server is watched, 0 if not", labels=["server"])
         served = GaugeMetricFamily(
@@ -123,7 +123,7 @@ _MEANING = {
     "failures": "Refreshes that failed",
     "refresh_seconds": "Seconds workers spent on refreshes",
     "rows": "Rows inserted into and deleted from stream tables",
-    "crashes": "Schedulers that ended by an error",
+    "crashes": "Schedulers that ended with an error",
     "verifications": "Comparisons of a stream table with its query",
     "differences": "Comparisons that found a difference",
 }

@@ -126,7 +126,7 @@ def judge(samples: Sequence[Sample]) -> Verdict:
         advice = _advise_fewer(most_active, share(lambda s: s.queue_depth > 0) >= CONSISTENTLY)
     else:
         name = "fits"
-        reason = "the pool was neither saturated nor idle in 80 % of the samples, and no long queue stood before it"
+        reason = "the pool was neither saturated nor idle in 80 % of the samples, and no long queue formed"
         advice = "Leave max_dynamic_refresh_workers unchanged."
     return Verdict(
         verdict=name,
@@ -156,14 +156,14 @@ def _advise_more(pool_size: int) -> str:
 
 def _advise_fewer(most_active: int, queued: bool) -> str:
     if most_active == 0:
-        return "Nothing ran in this time: profile again under load before you make the pool smaller."
+        return "Nothing ran during this time: profile again under load before you make the pool smaller."
     if queued:
         return (
             "But jobs waited while workers were free: check first whether a database's share of the pool is too small"
             " (max_concurrent_refreshes, per_database_worker_quota)."
         )
     return (
-        f"The most that were busy at once is {most_active}; max_dynamic_refresh_workers can be lowered towards that."
+        f"The largest number of busy workers was {most_active}; max_dynamic_refresh_workers can be lowered towards that."
         " An idle worker costs a connection here, not a worker process of the server."
     )
 

@@ -32,7 +32,7 @@ class ServerActivity:
 
     @property
     def beats(self) -> bool:
-        """Whether the last look is recent enough to rely on."""
+        """Whether the last poll is recent enough to rely on."""
         return time.monotonic() - self._at < LOST_SECONDS
 
     def heed(self, database: str, wake: Callable[[], None] | None) -> None:

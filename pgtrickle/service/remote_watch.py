@@ -33,7 +33,7 @@ class Look:
     problem: str | None = None
 
     def next(self, at: float, rows: Sequence[tuple[str, int, float | None]]) -> Look:
-        """The next look, from a poll that began at time `at`.
+        """The next result, from a poll that began at time `at`.
 
         Each row is a source, a transaction, and an upper bound of the age of its changes in seconds.
         """
@@ -69,7 +69,7 @@ class RemoteWatch:
     def looks(
         self, who: str, databases: Mapping[str, str], interval: float, wake: Callable[[], None]
     ) -> dict[str, Look]:
-        """The last look at each of these databases (name to DSN), which are polled from now on."""
+        """The last poll of each of these databases (name to DSN), which are polled from now on."""
         if not databases:
             return {}
         now = time.monotonic()

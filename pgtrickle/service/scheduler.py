@@ -51,7 +51,7 @@ AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
 VERIFY_PAUSE_SECONDS = 1.0  # between two requested comparisons of a stream table
-LOOK_SECONDS = 1.0  # between two recorded looks at remote databases
+LOOK_SECONDS = 1.0  # between two recorded polls of remote databases
 PAUSED_SECONDS = 3.0  # between two checks whether a database is still paused
 PAUSE_SECONDS = 0.1  # at least, between two ticks: any role can send notifications
 LOCK_TIMEOUT, STATEMENT_TIMEOUT = "5s", "10min"
@@ -117,7 +117,7 @@ class Scheduler:
         self._seat = Seat(self.workers.budget, "scheduler", self.database)
         self._stop = threading.Event()
         self._waker: Waker | None = None  # while it runs
-        self._intervals_outdated = False  # a locked row kept a schedule from being settled
+        self._intervals_outdated = False  # a locked row prevented an update of the intervals
         self._paused = False
         self._hungry = False  # something is due that cannot start before a running refresh ends
         self._graph = DependencyGraph()
@@ -297,7 +297,7 @@ class Scheduler:
             yield
         except _HELD_UP as error:
             if what not in self._held_up:
-                log.warning("tried again later: %s", what, extra={"database": self.database, "error": str(error)})
+                log.warning("retried later: %s", what, extra={"database": self.database, "error": str(error)})
             self._held_up.add(what)
         else:
             self._held_up.discard(what)
@@ -308,7 +308,7 @@ class Scheduler:
             if waker.sleep(self._seat.held, min(left, self._beat_seconds)):
                 return
             if deadline - time.monotonic() > 0:
-                with self._seat.use() as conn, self._unless_held_up("the sign of life"):
+                with self._seat.use() as conn, self._unless_held_up("the heartbeat"):
                     self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class Scheduler:
         asked: dict[int, str] = {}
         owners: dict[int, int] = {}
         self._known = {}
-        self._update_intervals(conn)  # `calculated` ones depend on the schedules of their readers
+        self._update_intervals(conn)  # `calculated` schedules depend on those of their readers
         with conn.cursor(row_factory=dict_row) as cursor:
             for row in cursor.execute(load_query("dag")):
                 self._known[row["pgt_id"]] = row["updated_at"]

@@ -62,7 +62,7 @@ def test_advice_names_the_setting() -> None:
     assert "for example to 64" in judge(samples((3, (40, 40, 2)))).advice
     assert "second service" in judge(samples((3, (64, 64, 2)))).advice
     assert "reduce scheduler_interval_ms" in judge(samples((3, (2, 4, 12)))).advice
-    assert "busy at once is 2" in judge(samples((4, (1, 8, 0)), (1, (2, 8, 0)))).advice
+    assert "number of busy workers was 2" in judge(samples((4, (1, 8, 0)), (1, (2, 8, 0)))).advice
     # Free workers beside a queue are no reason to have fewer.
     assert "max_concurrent_refreshes" in judge(samples((3, (1, 8, 5)))).advice
     # An idle time says nothing about the pool.

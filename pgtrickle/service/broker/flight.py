@@ -66,7 +66,7 @@ class _Server(flight.FlightServerBase):  # type: ignore[misc]
         publisher, asked = self._asked(ticket.ticket)
         rows = publisher.rows(asked["number"], asked["source"])
         if rows is None:
-            raise flight.FlightUnavailableError("that cut is over")
+            raise flight.FlightUnavailableError("that cut has ended")
         return flight.RecordBatchStream(rows)
 
     def _asked(self, body: bytes) -> tuple[Publisher, dict[str, Any]]:

@@ -145,7 +145,7 @@ class Publisher:
                 try:
                     self._round()
                 except (psycopg.Error, PgtrickleError) as error:
-                    log.info("no cut for others: %s", error, extra={"database": self.name})
+                    log.info("no shared cut: %s", error, extra={"database": self.name})
                     self._refuse()
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped or self._is_due(), LOOK_SECONDS)

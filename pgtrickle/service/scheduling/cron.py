@@ -33,7 +33,7 @@ def next_time(schedule: str, timezone: str, after: datetime) -> datetime:
     if len(schedule) > LONGEST:
         raise ScheduleError(f"schedule '{schedule[:40]}…' is longer than {LONGEST} characters")
     if _DURATION.fullmatch(schedule):  # the database did not accept it as an interval
-        raise ScheduleError(f"schedule {schedule!r} is a duration of nothing or of more than ten years")
+        raise ScheduleError(f"schedule {schedule!r} is a duration of zero or of more than ten years")
     text = schedule
     if text.startswith("CRON_TZ="):
         timezone, _, text = text.removeprefix("CRON_TZ=").partition(" ")
