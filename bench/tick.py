@@ -18,8 +18,9 @@ from bench.tables import ms, table
 from bench.targets import Verdict
 from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.scheduler import Scheduler, Tended
+from pgtrickle.service.scheduler import Scheduler
 from pgtrickle.service.settings import read_settings
+from pgtrickle.service.tended import Tended
 from pgtrickle.service.worker import Workers
 
 COUNTS = (100, 1_000, 5_000)

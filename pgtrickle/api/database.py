@@ -2,90 +2,40 @@
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import datetime
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import psycopg
-from psycopg.conninfo import conninfo_to_dict
 
+from pgtrickle.api.compiled import require_differential, require_placement, storable_key
+from pgtrickle.api.connection import open_from
 from pgtrickle.api.errors import clear_errors
+from pgtrickle.api.models import StreamTable, StreamTableStatus
 from pgtrickle.api.registry import OtherDatabases
 from pgtrickle.catalog.gate import pass_gate
 from pgtrickle.catalog.install import install, require_installed, require_owner, uninstall, upgrade
 from pgtrickle.catalog.stream_table import StreamTableRow
-from pgtrickle.compile.placement import AcrossDatabases
 from pgtrickle.enums import RefreshMode, Status
 from pgtrickle.errors import (
-    ConnectionFailedError,
     DatabaseFailedError,
     InvalidQueryError,
-    NotDifferentiableError,
     NotInTimeError,
     PgtrickleError,
     RefreshError,
     StreamTableNotFoundError,
 )
-from pgtrickle.ivm.program import Program
-from pgtrickle.postgres.connection import connect as open_connection
 from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.explain import explain_program
-from pgtrickle.refresh.planning.jobs import require_placeable
 from pgtrickle.refresh.progress import OnStep
 from pgtrickle.refresh.results import RefreshResult
 from pgtrickle.refresh.verify import Verification, answer_requests, verify
 from pgtrickle.sites.remote.functions import describe_functions, note_functions
 
 __all__ = ["Database", "RefreshResult", "StreamTable", "StreamTableStatus", "Verification", "connect"]
-
-log = logging.getLogger("pgtrickle.api")
-DSN_VARIABLE = "PGTRICKLE_DSN"
-CONNECT_SECONDS = 15
-
-
-@dataclass(frozen=True)
-class StreamTable:
-    """The definition of a stream table and its current state."""
-
-    id: int
-    name: str
-    query: str | None  # None if the role may not see it
-    schedule: str
-    refresh_mode: str
-    effective_mode: str | None
-    mode_reason: str | None
-    status: str
-    status_reason: str | None
-    key: tuple[str, ...] | None
-    fresh_as_of: datetime | None
-    owner: str | None
-
-
-@dataclass(frozen=True)
-class StreamTableStatus:
-    """The freshness of a stream table and the outcome of its last refresh."""
-
-    name: str
-    status: str
-    status_reason: str | None
-    refresh_mode: str
-    effective_mode: str | None
-    mode_reason: str | None
-    reinit_reason: str | None
-    staleness: float | None  # seconds since the oldest change not included yet was committed; 0 if there is none
-    errors: int  # failed refreshes since the last successful one
-    last_error: str | None
-    last_status: str | None
-    last_action: str | None
-    rows_inserted: int | None
-    rows_deleted: int | None
-    seconds: float | None
 
 
 def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Database:
@@ -94,50 +44,7 @@ def connect(dsn: str | None = None, *, on_step: OnStep | None = None) -> Databas
     Without a DSN, the environment variable `PGTRICKLE_DSN` or libpq's own variables determine the database. `on_step`
     is called with the name of each step of a refresh.
     """
-    dsn = dsn or os.environ.get(DSN_VARIABLE) or ""
-    try:
-        known = conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError:
-        # libpq's message repeats the DSN, which may contain a password.
-        raise ConnectionFailedError(
-            "PostgreSQL cannot parse the DSN",
-            "Write it as postgresql://user@host/database, or as key=value pairs.",
-        ) from None
-    if "@" in str(known.get("host", "")):
-        # An unescaped @ in the password: what follows it would be printed as part of the host name.
-        raise ConnectionFailedError("the DSN has an @ in its host", "Write an @ in a password as %40.")
-    limits = (
-        {} if "connect_timeout" in known or "PGCONNECT_TIMEOUT" in os.environ else {"connect_timeout": CONNECT_SECONDS}
-    )
-    try:
-        conn = open_connection(dsn, application_name="pgtrickle", **limits)
-    except psycopg.OperationalError as error:
-        shown = {name: value for name, value in known.items() if name in {"host", "port", "dbname", "user"}}
-        where = " ".join(f"{name}={value}" for name, value in shown.items()) or "libpq's defaults"
-        remedy = (
-            "Check that the server runs and accepts connections from here, and that the database and the role exist."
-            if known
-            else f"Give a DSN with --dsn or {DSN_VARIABLE}, such as postgresql://user@host/database."
-        )
-        raise ConnectionFailedError(f"cannot connect to {where}: {str(error).strip()}", remedy) from error
-    conn.add_notice_handler(log_warning)
-    return Database(conn, on_step)
-
-
-def is_worth_telling(diagnostic: psycopg.errors.Diagnostic) -> bool:
-    """Whether a message of the server is a warning that the user should see.
-
-    The warning that no service is running is meant for SQL users. Python and command-line users can refresh themselves.
-    """
-    about_service = "no pgtrickle service" in (diagnostic.message_primary or "")
-    return diagnostic.severity_nonlocalized == "WARNING" and not about_service
-
-
-def log_warning(diagnostic: psycopg.errors.Diagnostic) -> None:
-    """Log a warning of the server."""
-    if is_worth_telling(diagnostic):
-        hint = f" ({diagnostic.message_hint})" if diagnostic.message_hint else ""
-        log.warning("%s%s", diagnostic.message_primary, hint)
+    return Database(open_from(dsn), on_step)
 
 
 class Database(OtherDatabases):
@@ -214,9 +121,9 @@ class Database(OtherDatabases):
         with self._tidy_where_refused(), clear_errors(name), self.conn.transaction():
             compiled, key = self._compile(query, "spark" if in_parts else placement)
             if in_parts:
-                _require_placeable(name, compiled)
+                require_placement(name, compiled)
             if refresh_mode.upper() == RefreshMode.DIFFERENTIAL:
-                _require_differential(name, compiled)
+                require_differential(name, compiled)
             row = self.conn.execute(
                 "SELECT pgtrickle.create_stream_table(%s, %s, %s, %s, initialize => false, placement => %s,"
                 " key_columns => %s, pooler_compatibility_mode => %s, st_placement => %s, output_distribution_column => %s)",
@@ -263,7 +170,7 @@ class Database(OtherDatabases):
         on_spark = row is not None and row[0] == "spark"
         with self._candidate(query) as view:
             compiled = self.engine.programs.compile(view, "candidate", "spark" if on_spark else "auto")
-            key = _storable_key(compiled.program)
+            key = storable_key(compiled.program)
             if key is not None:
                 return compiled, list(key)
             # A query without a differential plan can still have a key.
@@ -320,10 +227,10 @@ class Database(OtherDatabases):
             new_placement = "spark" if in_parts else placement or row.placement
             compiled, key = self._compile(query, new_placement) if query is not None else (None, None)
             if compiled is not None and in_parts:
-                _require_placeable(name, compiled)
+                require_placement(name, compiled)
             if (refresh_mode or row.refresh_mode).upper() == RefreshMode.DIFFERENTIAL:
                 stored = replace(row, placement=new_placement)
-                _require_differential(name, compiled or self.engine.programs.compile_stored(stored, "alter"))
+                require_differential(name, compiled or self.engine.programs.compile_stored(stored, "alter"))
             if compiled is not None and row.key_columns is not None and key != row.key_columns:
                 raise InvalidQueryError(
                     f"the new query of {name} has another key, which its unique index does not fit",
@@ -571,37 +478,3 @@ class Database(OtherDatabases):
             row.data_timestamp,
             row.owner,
         )
-
-
-def _require_differential(name: str, compiled: Compiled) -> None:
-    if compiled.program is None:
-        part = f": {compiled.fragment}" if compiled.fragment else ""
-        raise NotDifferentiableError(
-            f"{name} cannot be maintained differentially: {compiled.reason}{part}",
-            "Use refresh_mode AUTO or FULL, or change that part of the query.",
-        )
-
-
-def _require_placeable(name: str, compiled: Compiled) -> None:
-    """Refuse a query over several databases that Spark cannot compute: no database could compute it alone."""
-    reason, part = compiled.reason, compiled.fragment
-    if compiled.program is not None:
-        try:
-            require_placeable(compiled.program)
-        except AcrossDatabases as error:
-            reason, part = str(error), None
-        else:
-            return
-    raise NotDifferentiableError(
-        f"{name} reads other databases, and no database can compute it alone: {reason}{f': {part}' if part else ''}",
-        "Change that part of the query, or compute it in one of them: a stream table there can be read here."
-        " In a Citus cluster, refresh_mode FULL has the coordinator compute it, at no moment common to all nodes.",
-    )
-
-
-def _storable_key(program: Program | None) -> Iterable[str] | None:
-    """The query's key if an index can hold it, otherwise None."""
-    if program is None or program.key is None:
-        return None
-    types = {column.name: column.type for column in program.output}
-    return program.key if all(types[name].groupable for name in program.key) else None

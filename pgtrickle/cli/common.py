@@ -46,7 +46,8 @@ def with_dsn(command: Callable[Concatenate[str | None, P], R]) -> Callable[P, R]
 def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
     """Connect to the database and print the server's warnings to stderr."""
     # Imported here because loading the engine takes half a second, which --help should not have to wait for.
-    from pgtrickle.api.database import connect, log_warning
+    from pgtrickle.api.connection import log_warning
+    from pgtrickle.api.database import connect
 
     database = connect(dsn, on_step=on_step)
     database.conn.remove_notice_handler(log_warning)
@@ -55,7 +56,7 @@ def open_database(dsn: str | None, on_step: OnStep | None = None) -> Database:
 
 
 def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
-    from pgtrickle.api.database import is_worth_telling
+    from pgtrickle.api.connection import is_worth_telling
 
     if is_worth_telling(diagnostic):
         click.echo(f"warning: {diagnostic.message_primary}", err=True)

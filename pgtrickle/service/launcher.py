@@ -23,9 +23,10 @@ from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.obstacles import DISABLED, NOT_INSTALLED, find_obstacle, is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.remote_watch import RemoteWatch
-from pgtrickle.service.scheduler import ReconnectError, Scheduler, Tended
+from pgtrickle.service.scheduler import ReconnectError, Scheduler
 from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.service.settings import Settings, read_settings
+from pgtrickle.service.tended import Tended
 from pgtrickle.service.worker import Workers
 
 log = logging.getLogger("pgtrickle.launcher")

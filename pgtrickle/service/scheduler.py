@@ -7,11 +7,9 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -23,25 +21,24 @@ from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.refresh.claim.lease import Lease
-from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.service.activity import ServerActivity
+from pgtrickle.service.comparisons import Comparisons
 from pgtrickle.service.connection_budget import Seat
+from pgtrickle.service.maintenance import Maintenance
 from pgtrickle.service.notifications import Waker
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.remote_watch import RemoteWatch
 from pgtrickle.service.scheduling.cron import ScheduleError, next_time
-from pgtrickle.service.scheduling.fair_queue import ServerLimit, Task
+from pgtrickle.service.scheduling.fair_queue import Task
 from pgtrickle.service.scheduling.graph import DependencyGraph
 from pgtrickle.service.scheduling.rotation import Rotation
 from pgtrickle.service.scheduling.ticks import Tick, thinned
 from pgtrickle.service.scheduling.units import SMALL_ROWS, Due, Unit, plan_units
 from pgtrickle.service.settings import Settings, read_settings
-from pgtrickle.service.worker import Workers
-from pgtrickle.sites.citus.cluster import Cluster
+from pgtrickle.service.steps import LOCK_TIMEOUT, STATEMENT_TIMEOUT, Steps
+from pgtrickle.service.tended import Tended
 from pgtrickle.sites.remote.connections import dsn_from
-from pgtrickle.sites.remote.databases import RemoteDatabases
-from pgtrickle.sites.sets import Sets
 
 log = logging.getLogger("pgtrickle.scheduler")
 
@@ -50,43 +47,9 @@ PRUNE_SECONDS = 60.0
 AUDITED = 50  # stream tables at a time
 AUDIT_SECONDS = 5.0
 ALERT_SECONDS = 10.0
-VERIFY_PAUSE_SECONDS = 1.0  # between two requested comparisons of a stream table
 LOOK_SECONDS = 1.0  # between two recorded polls of remote databases
 PAUSED_SECONDS = 3.0  # between two checks whether a database is still paused
 PAUSE_SECONDS = 0.1  # at least, between two ticks: any role can send notifications
-LOCK_TIMEOUT, STATEMENT_TIMEOUT = "5s", "10min"
-STEP_LOCK_TIMEOUT = "500ms"  # in steps that a tick can skip
-_HELD_UP = (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled)
-
-
-@dataclass
-class Counters:
-    """The counters of a database that are exposed as metrics."""
-
-    ticks: int = 0
-    tick_seconds: float = 0.0
-    refreshes: int = 0
-    failures: int = 0
-    refresh_seconds: float = 0.0
-    rows: int = 0
-    crashes: int = 0
-    verifications: int = 0
-    differences: int = 0
-
-
-@dataclass
-class Tended:
-    """A served database and the state that outlives its scheduler: connections, running refreshes, counters."""
-
-    name: str  # unique among all servers
-    workers: Workers
-    limit: ServerLimit | None = None  # if the server has a connection budget
-    busy: set[int] = field(default_factory=set)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    counters: Counters = field(default_factory=Counters)
-    settings: Settings | None = None
-    # Jobs whose outcome the worker could not record, each with the error that ended the worker.
-    lost: list[tuple[int, Exception]] = field(default_factory=list)
 
 
 @dataclass
@@ -101,9 +64,8 @@ class Scheduler:
     activity: ServerActivity = field(default_factory=ServerActivity)
     rotation: Rotation = field(default_factory=Rotation)
     on_news: Callable[[], None] = lambda: None  # called when it has begun to serve the database, and when it has ended
-    attached: Mapping[str, str] | None = (
-        None  # attached settings as read before the session was opened, which has these or later ones
-    )
+    # Attached settings as read before the session was opened, which has these or later ones.
+    attached: Mapping[str, str] | None = None
     draining: bool = False  # start no new refreshes
     ticked: bool = False  # at least once
     released: bool = False  # paused, with a connection only for occasional checks
@@ -128,17 +90,13 @@ class Scheduler:
         self._looked = 0.0
         self._hears = False  # whether the connection receives notifications
         self._has_company = False  # other services serve this database too
-        self._told_wrong: dict[str, str] = {}
-        self._held_up: set[str] = set()  # steps that a lock or a timeout currently prevents
-        self._alerted: set[str] = set()
+        self._steps = Steps(self.database)
+        self._maintenance = Maintenance(self.tended, self.watch)
         self._told_settings: Mapping[str, str] = {}
         self._ticks: list[Tick] = []  # newest first
         self._beaten = self._pruned = self._watched = self._audited = 0.0
         self._audit_from = 0
-        self._settling = False  # the members of database sets are being updated
-        self._verified: dict[
-            int, float
-        ] = {}  # when each stream table was last submitted for comparison, even if it could not be compared
+        self._comparisons = Comparisons(self.tended, self.pool, self.rotation, self._forget)
         self._thread = threading.Thread(target=self._run, name=f"pgtrickle-scheduler-{self.database}", daemon=True)
 
     # -- life cycle ----------------------------------------------------------------------------------------------------
@@ -186,7 +144,7 @@ class Scheduler:
             while not self._stop.is_set():
                 begin = time.monotonic()
                 due_in = math.inf
-                with self._seat.use() as conn, self._unless_held_up("the tick"):
+                with self._seat.use() as conn, self._steps.unless_held_up("the tick"):
                     if self._seat.opened != limited:
                         limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
                         limited = self._seat.opened
@@ -270,7 +228,7 @@ class Scheduler:
             " error = 'its scheduler ended' WHERE service_id = %s AND status = 'QUEUED'",
             (self.service_id,),
         )
-        with self._step(conn, "resetting a copied database"):
+        with self._steps.optional(conn, "resetting a copied database"):
             row = conn.execute("SELECT pgtrickle._reset_copied_database()").fetchone()
             if row is not None and row[0] is not None:
                 log.warning("it is a copy of database %s", row[0], extra={"database": self.database})
@@ -278,29 +236,9 @@ class Scheduler:
 
     def _update_intervals(self, conn: psycopg.Connection[Any]) -> None:
         self._intervals_outdated = True
-        with self._step(conn, "schedules"):
+        with self._steps.optional(conn, "schedules"):
             row = conn.execute("SELECT pgtrickle._update_intervals()").fetchone()
             self._intervals_outdated = row is not None and row[0]
-
-    @contextmanager
-    def _step(self, conn: psycopg.Connection[Any], what: str) -> Iterator[None]:
-        """Run a step that a tick can skip. If a lock is in the way, it is done in a later tick."""
-        with self._unless_held_up(what), conn.transaction():
-            conn.execute(f"SET LOCAL lock_timeout TO '{STEP_LOCK_TIMEOUT}'")
-            conn.execute(f"SET LOCAL statement_timeout TO '{STATEMENT_TIMEOUT}'")
-            yield
-
-    @contextmanager
-    def _unless_held_up(self, what: str) -> Iterator[None]:
-        """Continue after an error from a lock or a timeout, and log it once."""
-        try:
-            yield
-        except _HELD_UP as error:
-            if what not in self._held_up:
-                log.warning("retried later: %s", what, extra={"database": self.database, "error": str(error)})
-            self._held_up.add(what)
-        else:
-            self._held_up.discard(what)
 
     def _wait(self, waker: Waker, settings: Settings, deadline: float) -> None:
         """Wait until the deadline, a notification or the end. The lease is renewed meanwhile."""
@@ -308,7 +246,7 @@ class Scheduler:
             if waker.sleep(self._seat.held, min(left, self._beat_seconds)):
                 return
             if deadline - time.monotonic() > 0:
-                with self._seat.use() as conn, self._unless_held_up("the heartbeat"):
+                with self._seat.use() as conn, self._steps.unless_held_up("the heartbeat"):
                     self._beat(conn, settings)
 
     # -- a tick --------------------------------------------------------------------------------------------------------
@@ -318,7 +256,7 @@ class Scheduler:
         due_in = math.inf
         self.tended.settings = settings
         self.on_settings()
-        self._tell_wrong(settings)
+        self._maintenance.log_wrong_settings(settings)
         self._beat(conn, settings)
         if not settings.paused and not self.draining:
             self._settle_cron(conn)
@@ -334,7 +272,7 @@ class Scheduler:
                 units = plan_units(due, self._graph, self._busy, tiered=settings.tiered)
                 self._hungry = not {item.pgt_id for item in due} <= {id_ for unit in units for id_ in unit.ids}
             self._dispatch(conn, units, settings)
-            self._verify_requested(conn, settings)
+            self._comparisons.submit_requested(conn, settings)
         self._look_after(conn, settings)
         return due_in
 
@@ -369,7 +307,7 @@ class Scheduler:
                 "xids": seen["xids"],
                 "since": [since for _, _, _, since in active],
             }
-            with self._step(conn, "polling other databases"):
+            with self._steps.optional(conn, "polling other databases"):
                 conn.execute(load_query("looked"), parameters)
         return seen
 
@@ -435,7 +373,7 @@ class Scheduler:
             " FOR NO KEY UPDATE SKIP LOCKED"  # waiting for many locked rows one by one would take too long
         ).fetchall()
         for pgt_id, schedule, timezone in rows:
-            with self._step(conn, "cron schedules"):
+            with self._steps.optional(conn, "cron schedules"):
                 try:
                     due = next_time(schedule, timezone or "UTC", datetime.now(UTC))
                 except ScheduleError as error:
@@ -493,56 +431,6 @@ class Scheduler:
 
         return work
 
-    def _verify_one(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Submit a comparison with its query for the stream table whose turn it is."""
-        every = settings.verify_seconds
-        if every is None or not self.rotation.is_free:
-            return
-        with self._lock:
-            others = set(self._busy)
-        others |= {pgt_id for pgt_id, at in self._verified.items() if time.monotonic() - at < every}
-        row = conn.execute(load_query("unverified"), {"every": every, "others": list(others)}).fetchone()
-        if row is None or not self.rotation.take():
-            return
-        self._submit_verification(Unit("VERIFY", (row[0],), 0, asked=False, owner=row[1]), settings)
-
-    def _verify_requested(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Submit the comparisons that were requested in SQL, with a pause between two of the same stream table."""
-        with self._lock:
-            others = set(self._busy)
-        others |= {pgt_id for pgt_id, at in self._verified.items() if time.monotonic() - at < VERIFY_PAUSE_SECONDS}
-        for pgt_id, owner in conn.execute(load_query("verify_requests"), {"others": list(others)}).fetchall():
-            self._submit_verification(Unit("VERIFY", (pgt_id,), 0, asked=True, owner=owner), settings)
-
-    def _submit_verification(self, unit: Unit, settings: Settings) -> None:
-        self._verified[unit.ids[0]] = time.monotonic()
-        with self._lock:
-            self._busy.update(unit.ids)
-        self.pool.submit(Task(self.tended.name, unit, settings.share, self._verify(unit, settings), self.tended.limit))
-
-    def _verify(self, unit: Unit, settings: Settings) -> Callable[[int], None]:
-        def work(number: int) -> None:
-            about: dict[str, Any] = {"database": self.database, "pgt_id": unit.ids[0]}
-            if not unit.asked:
-                self.rotation.begin()
-            try:
-                found = self.workers.verify(unit, settings, number)
-                self.counters.verifications += found.equal is not None
-                if found.equal is False:
-                    self.counters.differences += 1
-                    about |= {"stream_table": found.name, "missing": found.missing, "unexpected": found.unexpected}
-                    log.error("a stream table differs from its query: `pgtrickle verify` shows how", extra=about)
-            except Exception as error:
-                log.warning(
-                    "a stream table could not be compared with its query",
-                    extra=about | {"error": str(error).strip()},
-                    exc_info=not is_explained(error, self.workers.budget, self.database),
-                )
-            finally:
-                self._forget([unit])
-
-        return work
-
     def _forget(self, units: Sequence[Unit]) -> None:
         if any(unit.kind == "VERIFY" and not unit.asked for unit in units):
             self.rotation.end(self.tended.settings.verify_percent if self.tended.settings is not None else 1)
@@ -582,76 +470,30 @@ class Scheduler:
             self._ticks = thinned([Tick(*tick), *self._ticks])
         self._beaten, self._told_settings = time.monotonic(), settings.values
 
-    def _tell_wrong(self, settings: Settings) -> None:
-        for name, meaning in settings.wrong.items():
-            if self._told_wrong.get(name) != meaning:
-                log.warning("setting %s cannot be %s", name, meaning, extra={"database": self.database})
-        self._told_wrong = dict(settings.wrong)
-
     def _look_after(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
         now = time.monotonic()
-        if self.tended.lost:
-            lost, self.tended.lost = self.tended.lost, []
-            parameters = {
-                "jobs": [job for job, _ in lost],
-                "errors": [str(error)[:LONGEST_MESSAGE] for _, error in lost],
-                "kinds": [kind_of(error) for _, error in lost],
-                "longest": RETRIED[Kind.CONNECTION],
-            }
-            conn.execute(load_query("lost"), parameters)
+        self._maintenance.record_lost_jobs(conn)
         if now - self._watched >= ALERT_SECONDS:
             self._watched = now
             self.workers.close_idle()
-            with self._step(conn, "alerts"):
-                self._alert(conn, settings)
+            with self._steps.optional(conn, "alerts"):
+                self._maintenance.send_alerts(conn, settings)
             self._update_intervals(conn)
-            with self._step(conn, "stream tables that were dropped"):
+            with self._steps.optional(conn, "stream tables that were dropped"):
                 conn.execute("SELECT pgtrickle._forget_dropped()")
-            with self._step(conn, "tables without readers"):
+            with self._steps.optional(conn, "tables without readers"):
                 conn.execute("SELECT pgtrickle._untrack_unused()")  # left by roles that may not lock the table
             if not settings.paused:
                 self._load_others(conn, settings)
-                self._settle_sets(conn)
+                self._maintenance.update_sets(conn)
                 if not self.draining:
-                    self._verify_one(conn, settings)
+                    self._comparisons.submit_next(conn, settings)
         if now - self._pruned >= PRUNE_SECONDS:
             self._pruned = now
-            with self._step(conn, "history"):
+            with self._steps.optional(conn, "history"):
                 conn.execute(load_query("prune"), {"days": settings.history_days})
             if not settings.paused:
-                self._tell_others(conn)
-
-    def _settle_sets(self, conn: psycopg.Connection[Any]) -> None:
-        """Update the members of database sets and the nodes of the Citus cluster in the background."""
-        row = conn.execute("SELECT EXISTS (SELECT FROM pgtrickle.pgt_database_sets)").fetchone()
-        if row is not None and row[0] and not self._settling:
-            self._settling = True
-            self.watch.run(self._update_members)
-
-    def _update_members(self) -> None:
-        try:
-            with self.workers.budget.using("sets", self.database) as conn:
-                limit_waits(conn, LOCK_TIMEOUT, STATEMENT_TIMEOUT)
-                remote = RemoteDatabases(conn, self.watch.connections)
-                Sets(remote).update_members()
-                Cluster(remote).update_nodes()
-        finally:
-            self._settling = False
-
-    def _tell_others(self, conn: psycopg.Connection[Any]) -> None:
-        """Tell remote databases which stream tables still read them; drops in SQL cannot notify them."""
-        remote = RemoteDatabases(conn, self.watch.connections)
-        for database, dsn in conn.execute("SELECT name, dsn FROM pgtrickle.pgt_databases").fetchall():
-            known = dsn_from(conn, database, dsn)
-            self.watch.run(partial(remote.connections.keep_only, database, known, remote.kept_by(database)))
-
-    def _alert(self, conn: psycopg.Connection[Any], settings: Settings) -> None:
-        """Emit an event once when a condition begins that an operator should know about."""
-        found = conn.execute(load_query("alerts"), {"rows": settings.buffer_alert}).fetchall()
-        for key, event, pgt_id, details in found:
-            if key not in self._alerted:
-                conn.execute("SELECT pgtrickle._emit_event(%s, %s, %s)", (event, pgt_id, Jsonb(details)))
-        self._alerted = {key for key, *_ in found}
+                self._maintenance.update_consumers(conn)
 
 
 class ReconnectError(Exception):

@@ -14,8 +14,9 @@ import pgtrickle
 from pgtrickle.service import scheduler as scheduler_module
 from pgtrickle.service.connection_budget import Budget
 from pgtrickle.service.pool import Pool
-from pgtrickle.service.scheduler import Scheduler, Tended
+from pgtrickle.service.scheduler import Scheduler
 from pgtrickle.service.settings import read_settings
+from pgtrickle.service.tended import Tended
 from pgtrickle.service.worker import Workers
 from pgtrickle.sites.remote import connections
 from tests.security.roles import Roles
