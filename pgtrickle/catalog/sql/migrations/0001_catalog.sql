@@ -1,5 +1,5 @@
--- The catalog: what is known about stream tables, their sources and their refreshes.
--- References to relations are regclass: they follow renames, and a dump restores them by name.
+-- The catalog of stream tables, their sources and their refreshes. References to relations are regclass: they follow
+-- renames, and a dump restores them by name.
 
 CREATE TABLE pgtrickle.pgt_stream_tables (
     pgt_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -87,8 +87,8 @@ CREATE TABLE pgtrickle.pgt_settings (
     set_by text NOT NULL DEFAULT session_user
 );
 
--- Where capture could not write rows: TRUNCATE, a source of another shape, a buffer past its limit, a MERGE that hides
--- them.
+-- Changes that capture could not record as rows: TRUNCATE, a source with other columns, a buffer past its limit, a
+-- MERGE that hides rows.
 CREATE TABLE pgtrickle_changes.pgt_markers (
     source_stable_name text NOT NULL,
     xid bigint NOT NULL,
@@ -96,7 +96,7 @@ CREATE TABLE pgtrickle_changes.pgt_markers (
 );
 CREATE INDEX ON pgtrickle_changes.pgt_markers (source_stable_name, xid);
 
--- One small table tells which sources changed; probing every buffer would cost a tick 86 ms for 1,000 of them.
+-- One small table lists the sources that changed; probing 1,000 buffers would cost a tick 86 ms.
 CREATE TABLE pgtrickle_changes.pgt_activity (
     source_stable_name text NOT NULL,
     xid bigint NOT NULL

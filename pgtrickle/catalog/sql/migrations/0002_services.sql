@@ -1,4 +1,4 @@
--- What services need to share the work: who is there, what was asked for, who holds a stream table.
+-- What services need to share the work: the running services, the requests, and the claims on stream tables.
 
 ALTER TABLE pgtrickle.pgt_stream_tables
     ADD COLUMN data_version bigint NOT NULL DEFAULT 0,

@@ -1,4 +1,4 @@
--- Buffers become two tables that are written in turn; what they hold stays in the first.
+-- A buffer becomes two tables that are written in turn; existing rows stay in the first.
 
 DO $$
 DECLARE

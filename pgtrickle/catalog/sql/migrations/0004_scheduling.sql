@@ -1,6 +1,6 @@
--- What a service needs that looks after stream tables by itself: when each is due, who works on it, what protects it.
+-- What a service needs to refresh stream tables on its own: schedules, jobs and fuses.
 
--- A claim holds while its holder's lease does. Leases are renewed in a table of their own: a refresh that keeps one
+-- A claim is valid as long as its holder's lease. Leases are renewed in a separate table: a refresh that keeps one
 -- snapshot for several stream tables could not write a row that was renewed meanwhile.
 ALTER TABLE pgtrickle.pgt_services
     ADD COLUMN kind text NOT NULL DEFAULT 'service' CHECK (kind IN ('service', 'refresh')),
@@ -36,19 +36,19 @@ COMMENT ON COLUMN pgtrickle.pgt_stream_tables.row_seconds IS 'What a changed row
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.polled IS 'Its result may change without a change '
                                                         'that is captured: it is refreshed on schedule.';
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.tier IS 'Set by hand; NULL: by how lately its sources changed.';
--- Not on next_due: every refresh writes it, and an index on it would have to be written too.
+-- Not on next_due: every refresh writes it, and would have to update the index as well.
 CREATE INDEX pgt_stream_tables_unprompted ON pgtrickle.pgt_stream_tables (pgt_id)
     WHERE polled OR reinit_reason IS NOT NULL;
 CREATE INDEX pgt_stream_tables_cron ON pgtrickle.pgt_stream_tables (pgt_id) WHERE every IS NULL;
 ALTER TABLE pgtrickle.pgt_stream_tables SET (fillfactor = 70);
 CREATE INDEX ON pgtrickle.pgt_dependencies (source_stable_name);
 
--- A refresh whose cut sees the transaction that asked has done what was asked.
+-- A request is done when a refresh's cut sees the transaction that filed it.
 ALTER TABLE pgtrickle.pgt_requests
     ADD COLUMN xid xid8 NOT NULL DEFAULT pg_current_xact_id();
 UPDATE pgtrickle.pgt_requests SET status = 'PENDING', started_at = NULL WHERE status = 'RUNNING';
 
--- What the scheduler gave to its workers.
+-- Jobs that the scheduler submitted to its workers.
 CREATE TABLE pgtrickle.pgt_jobs (
     job_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     service_id uuid NOT NULL,
@@ -63,7 +63,7 @@ CREATE TABLE pgtrickle.pgt_jobs (
     error text
 );
 
--- What is sent as notifications, for those who cannot listen.
+-- Notifications, for clients that cannot listen.
 CREATE TABLE pgtrickle.pgt_events (
     event_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     at timestamptz NOT NULL DEFAULT clock_timestamp(),
@@ -74,7 +74,7 @@ CREATE TABLE pgtrickle.pgt_events (
 CREATE INDEX ON pgtrickle.pgt_events (at);
 CREATE INDEX ON pgtrickle.pgt_refresh_history (start_time);
 
--- They take more arguments now.
+-- These functions get more arguments.
 DROP FUNCTION IF EXISTS pgtrickle.alter_stream_table(text, text, text, text, boolean, text, text);
 DROP FUNCTION IF EXISTS pgtrickle._alter(bigint, text, text, text, boolean, text, text, text);
 DROP FUNCTION IF EXISTS pgtrickle._change(bigint, text, text, text, text, boolean, text, jsonb);

@@ -1,5 +1,4 @@
--- Stream tables that are refreshed together: because somebody wants to see them at one moment, or because it is
--- cheaper.
+-- Stream tables that are refreshed together, on request or because it is cheaper.
 ALTER TABLE pgtrickle.pgt_stream_tables
     ADD COLUMN refresh_group text,
     ADD COLUMN own_seconds real;

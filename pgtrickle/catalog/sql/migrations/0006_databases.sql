@@ -1,7 +1,7 @@
--- Stream tables that read tables of other databases: what is known of those here, and who reads tables of this one
--- there.
+-- Stream tables that read tables of other databases: what is known of those databases here, and which of their stream
+-- tables read tables of this one.
 
--- A password is never among it: libpq finds it in its password file or service file, or it is named as ${VARIABLE}.
+-- Never contains a password: libpq finds it in a password file or service file, or it is named as ${VARIABLE}.
 CREATE TABLE pgtrickle.pgt_databases (
     name text PRIMARY KEY,
     dsn text NOT NULL,
@@ -42,9 +42,9 @@ ALTER TABLE pgtrickle.pgt_dependencies DROP CONSTRAINT pgt_dependencies_source_t
 ALTER TABLE pgtrickle.pgt_dependencies ADD CONSTRAINT pgt_dependencies_source_type_check
     CHECK (source_type IN ('TABLE', 'PARTITIONED', 'STREAM_TABLE', 'FOREIGN_TABLE', 'MATVIEW', 'OTHER_DATABASE'));
 
--- A stream table elsewhere says here, between its cut and its apply, that it was here: if that is gone when it comes
--- again, so may be changes that it has seen, and numbers of transactions may stand for others. It keeps what it needs
--- from being purged.
+-- Between its cut and its apply, a stream table of another database leaves a proof here. If the proof is gone at its
+-- next cut, changes that it has seen may be gone too, and transaction IDs may have been reused. Changes that it needs
+-- are not purged.
 CREATE TABLE pgtrickle.pgt_consumers (
     consumer text NOT NULL,
     source_relid regclass NOT NULL,

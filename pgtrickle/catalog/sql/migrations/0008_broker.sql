@@ -1,5 +1,5 @@
--- The refresh broker: who reads the changes of this database's tables for all databases that want them, and who wants
--- what.
+-- The refresh broker: the service that reads the changes of this database's tables on behalf of other databases, and
+-- their subscriptions.
 
 CREATE TABLE pgtrickle.pgt_broker (
     only_one boolean PRIMARY KEY DEFAULT true CHECK (only_one),

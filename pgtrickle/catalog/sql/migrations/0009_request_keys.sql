@@ -1,4 +1,4 @@
--- Requests of orchestrators: asked for again under the same key, it is the same request.
+-- Requests of orchestrators: a second request with the same key is the same request.
 ALTER TABLE pgtrickle.pgt_requests ADD COLUMN request_key text;
 COMMENT ON COLUMN pgtrickle.pgt_requests.request_key IS 'What its author calls it: the run '
                                                         'of a job that must not ask twice.';

@@ -1,4 +1,4 @@
--- Functions of users that queries over several databases call: they must be the same in all of them.
+-- User-defined functions that queries over several databases call: they must be the same in all of them.
 
 CREATE TABLE pgtrickle.pgt_foreign_functions (
     database text NOT NULL REFERENCES pgtrickle.pgt_databases (name) ON DELETE CASCADE ON UPDATE CASCADE,

@@ -10,7 +10,7 @@ COMMENT ON COLUMN pgtrickle.pgt_databases.citus_group IS 'Of a node of the Citus
 
 DROP FUNCTION IF EXISTS pgtrickle._begin_tracking(regclass, text);
 
--- Stream tables that Citus places.
+-- Stream tables that Citus distributes.
 ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN output_distribution_column text;
 ALTER TABLE pgtrickle.pgt_stream_tables ADD CONSTRAINT pgt_stream_tables_st_placement_check
     CHECK (st_placement IN ('local', 'reference', 'distributed', 'auto'));
@@ -23,7 +23,7 @@ DROP FUNCTION IF EXISTS pgtrickle._create_storage(text, regclass, text[]);
 
 CREATE INDEX ON pgtrickle.pgt_dependencies (through) WHERE through IS NOT NULL;
 
--- Those that the coordinator computes in full.
+-- Stream tables that the coordinator computes in full.
 ALTER TABLE pgtrickle.pgt_stream_tables ADD COLUMN through_coordinator boolean NOT NULL DEFAULT false;
 COMMENT ON COLUMN pgtrickle.pgt_stream_tables.through_coordinator IS
     'Its distributed tables are read by queries of the coordinator, in full: not at a moment '

@@ -9,7 +9,7 @@ DROP FUNCTION IF EXISTS pgtrickle._attach_sources(regclass);
 ALTER TABLE pgtrickle.pgt_sharded_tables ADD COLUMN IF NOT EXISTS prepared_group bigint,
     ADD COLUMN IF NOT EXISTS placed_upto bigint;
 
--- What keeps a change buffer from being emptied is remembered: looking for it takes a scan.
+-- Remembers why a change buffer could not be emptied, because finding out takes a scan.
 
 ALTER TABLE pgtrickle.pgt_change_tracking ADD COLUMN kept_upto bigint;
 COMMENT ON COLUMN pgtrickle.pgt_change_tracking.kept_upto IS

@@ -1,5 +1,5 @@
--- When writers left a table of a change buffer is remembered: it can go without a look at its rows.
--- Status of a cluster tells by which column tables are distributed.
+-- Remembers when writers left a table of a change buffer, so that it can be truncated without reading it. The status
+-- of a cluster shows the distribution columns.
 
 ALTER TABLE pgtrickle.pgt_change_tracking ADD COLUMN left_turn bigint, ADD COLUMN left_at bigint;
 COMMENT ON COLUMN pgtrickle.pgt_change_tracking.left_turn IS 'Which change of tables `left_at` '

@@ -1,4 +1,4 @@
--- Writers pay less: nothing is checked for every row that a buffer gets, and every buffer's sequence has a value.
+-- Less cost for writers: buffers check nothing for each row, and the sequence of every buffer has a value.
 
 DO $$
 DECLARE
@@ -19,5 +19,5 @@ BEGIN
 END
 $$;
 
--- pgtrickle._shard_fits() and _shard_fits_now() stay: nodes call them until their capture functions are written anew.
+-- pgtrickle._shard_fits() and _shard_fits_now() stay: nodes call them until their capture functions are renewed.
 DROP FUNCTION IF EXISTS pgtrickle._write_capture_function(text, text);

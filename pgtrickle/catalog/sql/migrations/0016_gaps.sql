@@ -1,4 +1,4 @@
--- One more thing that capture may have to tell: triggers that were missing for a while.
+-- A new kind of marker: triggers that were missing for a while.
 
 ALTER TABLE pgtrickle_changes.pgt_markers DROP CONSTRAINT pgt_markers_kind_check;
 ALTER TABLE pgtrickle_changes.pgt_markers ADD CONSTRAINT pgt_markers_kind_check

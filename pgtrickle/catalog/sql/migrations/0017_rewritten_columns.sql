@@ -1,5 +1,5 @@
--- Values of a table in another database that ALTER TABLE computes anew are noticed, and names of columns that were
--- swapped where Citus is. Buffers take values of any length and precision.
+-- Notices values that ALTER TABLE recomputed in another database, and swapped column names with Citus. Buffers store
+-- values of any length and precision.
 
 ALTER TABLE pgtrickle.pgt_consumers ADD COLUMN written_as text[];
 COMMENT ON COLUMN pgtrickle.pgt_consumers.written_as IS 'The state of its columns and of the '
@@ -29,4 +29,4 @@ END
 $$;
 
 -- pgtrickle._shards_fit(), _shards_fit_now() and _capture_otherwise() stay: nodes call them until their capture
--- functions are written anew.
+-- functions are renewed.

@@ -1,7 +1,7 @@
--- Who may do what is decided by PostgreSQL itself (decision 019): functions that decided by asking who calls are gone,
--- owners have no right on change buffers, and nobody but administrators creates objects in schemas of ours.
+-- PostgreSQL itself decides on privileges (decision 019): functions that asked for their caller are removed, owners
+-- have no privileges on change buffers, and only administrators create objects in pgtrickle's schemas.
 
--- Rows that are locked to keep others out. Advisory locks can be taken by anybody.
+-- Rows to lock for mutual exclusion. Any role can take advisory locks.
 CREATE TABLE pgtrickle.pgt_locks (name text PRIMARY KEY);
 COMMENT ON TABLE pgtrickle.pgt_locks IS 'Rows to lock: one for each thing that only one transaction at a time may do.';
 
@@ -48,7 +48,7 @@ DROP FUNCTION IF EXISTS pgtrickle._known_nodes();
 DROP FUNCTION IF EXISTS pgtrickle._settle_schedules();
 DROP FUNCTION IF EXISTS pgtrickle._caller();
 
--- Rights on change buffers that owners of stream tables got, for good.
+-- Permanent privileges on change buffers that owners of stream tables had.
 DO $$
 DECLARE
     granted record;

@@ -1,5 +1,5 @@
--- Stream tables that earlier versions may have filled wrongly: those that compare values in USING or IN, whose text
--- does not show the casts, and those over columns with a nondeterministic collation. They are re-initialized once.
+-- Re-initializes, once, stream tables whose rows earlier versions may have computed wrongly: those that compare values
+-- in USING or IN, whose text does not show the casts, and those over columns with a nondeterministic collation.
 WITH RECURSIVE reached (pgt_id, relation) AS (
     SELECT s.pgt_id, s.view_relid::oid FROM pgtrickle.pgt_stream_tables AS s
     UNION

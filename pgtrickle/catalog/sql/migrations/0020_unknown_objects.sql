@@ -1,6 +1,6 @@
--- Earlier versions let everybody create objects in pgtrickle_views. What is not a part of a stream table, or belongs
--- to somebody else than the stream table does, goes: under names that are still to come it would stop others, and a
--- state table of a former owner's runs triggers of that owner's.
+-- Earlier versions let everybody create objects in pgtrickle_views. Drops objects that are not part of a stream table,
+-- or have another owner than the stream table: their names could conflict with those of new stream tables, and the
+-- state table of a former owner runs that owner's triggers.
 DO $$
 DECLARE
     catalog_owner CONSTANT oid := (SELECT n.nspowner FROM pg_namespace AS n WHERE n.nspname = 'pgtrickle');

@@ -1,7 +1,7 @@
--- What is known of the moments at which pending changes were committed.
+-- Bounds of the times at which pending changes were committed.
 
--- Filled by the default, so that capture functions stay as they are. A change is committed after its transaction's
--- last statement.
+-- Set by the default, so that capture functions do not change. A change is committed after its transaction's last
+-- statement.
 ALTER TABLE pgtrickle_changes.pgt_activity ADD COLUMN captured_at timestamptz;
 ALTER TABLE pgtrickle_changes.pgt_activity ALTER COLUMN captured_at SET DEFAULT pg_catalog.clock_timestamp();
 ALTER TABLE pgtrickle_changes.pgt_activity ADD COLUMN waiting_since timestamptz;

@@ -1,4 +1,4 @@
--- Failures of all kinds are counted, and told once.
+-- Counts failures of all kinds, and reports them once.
 
 ALTER TABLE pgtrickle.pgt_stream_tables
     ADD COLUMN counted_errors integer NOT NULL DEFAULT 0,

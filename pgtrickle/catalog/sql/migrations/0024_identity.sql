@@ -1,4 +1,4 @@
--- Which database this is, so that a copy of it finds out that it is one.
+-- The identity of this database, so that a copy of it can be detected.
 CREATE TABLE pgtrickle.pgt_identity (
     is_only boolean PRIMARY KEY DEFAULT true CHECK (is_only),
     node text NOT NULL,

@@ -1,5 +1,5 @@
--- Private functions have names that say what they do: a catalog of an earlier version does not have them, and the
--- installation drops those of before. Comments on tables and columns use the words of the glossary.
+-- Private functions are named after what they do: a catalog of an earlier version does not have them, and the
+-- installation drops the old ones. Comments on tables and columns use the words of the glossary.
 
 COMMENT ON TABLE pgtrickle.pgt_dependencies IS
     'The tables that a stream table reads, with views resolved, and the columns that it uses.';
