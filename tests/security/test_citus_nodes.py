@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -196,3 +197,42 @@ def test_a_catalog_planted_on_a_worker_is_not_used(nodes: list[EmbeddedServer]) 
         with pgtrickle.connect(made.dsn()) as db, pytest.raises(PgtrickleError, match=planter):
             db.install()
         assert "planted code ran" not in made.servers[1].log_path.read_text(errors="replace")
+
+
+def test_nobody_has_tables_of_others_captured_on_nodes(on_cluster: ClusterRoles) -> None:
+    """These are the actions of the gate that only a cluster has; the others are in test_gate.py."""
+    alice, mallory = on_cluster.alice, on_cluster.mallory
+    on_cluster.sql(alice, create_in_sql(alice))
+    (stable,) = on_cluster.rows(alice, f"SELECT pgtrickle.stable_hash('{alice}.d')")
+    columns = [{"attnum": 1, "name": "id"}, {"attnum": 2, "name": "note"}]
+    arguments = {"definition": {"stable_name": stable[0], "columns": columns}}
+    for node, action in ((0, "track_shards"), (1, "track_shards"), (0, "spread")):
+        gate = (
+            f"SELECT pgtrickle._gate('{action}', %s::jsonb || jsonb_build_object('source', '{alice}.d'::regclass::oid))"
+        )
+        with on_cluster.connect(mallory, node) as conn, pytest.raises(psycopg.errors.InsufficientPrivilege):
+            conn.execute(gate.encode(), (Jsonb(arguments),))
+
+
+def test_definer_functions_on_nodes_have_a_search_path(on_cluster: ClusterRoles) -> None:
+    """All but those that capture shards, whose text must name everything with its schema."""
+    alice = on_cluster.alice
+    on_cluster.sql(
+        alice,
+        create_in_sql(alice),
+        f"CREATE TABLE {alice}.local (id int PRIMARY KEY)",
+        f"SELECT pgtrickle.create_stream_table('{alice}.of_local', 'SELECT id FROM {alice}.local', initialize => false)",
+    )
+    for node in (0, 1):
+        with psycopg.connect(on_cluster.cluster.superuser_dsn(node), autocommit=True) as conn:
+            found = conn.execute(
+                "SELECT oid::regprocedure::text, coalesce(proconfig::text, '') FROM pg_proc WHERE prosecdef"
+                " AND pronamespace IN ('pgtrickle'::regnamespace, 'pgtrickle_changes'::regnamespace,"
+                " 'pgtrickle_views'::regnamespace)"
+            ).fetchall()
+        assert len(found) > 50
+        without = [name for name, config in found if '"search_path=pg_catalog, pg_temp"' not in config]
+        assert without, "the capture functions of shards"
+        assert [
+            name for name in without if not re.fullmatch(r"pgtrickle_changes\.capture_[0-9a-f]{16}\(\)", name)
+        ] == []

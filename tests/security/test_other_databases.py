@@ -210,7 +210,7 @@ def test_a_domain_here_does_not_take_the_place_of_a_type_there(crm: Registered) 
     roles, mallory = crm.roles, crm.roles.mallory
     crm.sql(
         mallory,
-        f"CREATE TYPE {mallory}.k AS ENUM ('a')",
+        f"CREATE TYPE {mallory}.k AS (a int)",
         f"CREATE TABLE {mallory}.ks (id int PRIMARY KEY, k {mallory}.k)",
         f"GRANT SELECT, TRIGGER ON {mallory}.ks TO {crm.reader}",
     )
