@@ -6,7 +6,7 @@ and the next one by the first, so that only a few rows of each are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sqlglot import exp
@@ -22,6 +22,7 @@ from pgtrickle.query.plan import (
     KeyFilter,
     Plan,
     Project,
+    Relation,
     Scan,
     UnionAll,
     equalities,
@@ -104,7 +105,6 @@ def look_up(
     each input is bounded once, and the plan grows with the number of inputs. What has no bound is read as a whole.
     """
     pairs = equalities(inputs, conditions)
-    keys = [key_of(child) for child in inputs]
     bounded = list(inputs)
     linked = [dict(bounds.get(i, ())) for i in range(len(inputs))]
     waiting = list(range(len(inputs)))
@@ -122,7 +122,7 @@ def look_up(
         waiting.remove(start)
         pass_on(start)
     while waiting:
-        following = min(waiting, key=lambda i: _rank(keys[i], linked[i]))
+        following = min(waiting, key=lambda i: _rank(inputs[i], linked[i]))
         if start is not None and whole and not linked[following]:
             pass_on(whole.pop(0))  # the keys of a whole table are many, but better than none
             continue
@@ -135,14 +135,39 @@ def look_up(
     return LookUps(tuple(bounded), (*order, *whole))
 
 
-def _rank(key: frozenset[str] | None, linked: Iterable[Column]) -> int:
-    """How early to look up an input: first by a whole key, which finds one row at most, then by a part of a key."""
-    ids = {column.id for column in linked}
-    if not ids:
+def _rank(plan: Plan, linked: Collection[Column]) -> int:
+    """How early to look up an input: first by a whole key, which finds one row at most, then by how a key begins."""
+    if not linked:
         return 3
-    if key is not None and key <= ids:
-        return 0
-    return 1 if key is not None and key & ids else 2
+    sources = [_source(plan, column) for column in linked]
+    if None in sources:
+        key = key_of(plan)
+        return 0 if key is not None and key <= {column.id for column in linked} else 2
+    names = {name for _, name in filter(None, sources)}
+    for relation, _ in filter(None, sources):
+        if relation.key and set(relation.key) <= names:
+            return 0
+        if relation.key and relation.key[0] in names:
+            return 1
+    return 2
+
+
+def _source(plan: Plan, column: Column) -> tuple[Relation, str] | None:
+    """The table and the name of the column in it; of a union, those of its first input. None if it is computed."""
+    match plan:
+        case Scan(relation=relation, fields=fields):
+            return relation, next(item.name for own, item in fields if own.id == column.id)
+        case Filter(input=child) | KeyFilter(input=child):
+            return _source(child, column)
+        case Project(input=child, items=items):
+            value = next(value for own, value in items if own.id == column.id)
+            if not isinstance(value, exp.Column):
+                return None
+            return _source(child, next(own for own in child.columns if own.id == value.name))
+        case UnionAll(inputs=(first, *_), columns=columns):
+            return _source(first, first.columns[[own.id for own in columns].index(column.id)])
+        case _:
+            return None
 
 
 def is_chain(plan: Plan) -> bool:

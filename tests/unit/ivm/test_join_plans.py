@@ -1,17 +1,18 @@
-"""The plan of one changed table grows linearly with the number of tables that are joined, whatever the shape."""
+"""Inner joins of many tables are one node, and the plan of its change grows linearly with the number of tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from typing import get_args
 
 import pytest
 
-from pgtrickle.compile.placement import Placement
+from pgtrickle.compile.placement import Placement, Placer
 from pgtrickle.ivm.program import Program
 from pgtrickle.ivm.simplify import simplify
-from pgtrickle.query.plan import InnerJoin, KeyFilter, Plan, Version, inputs_of, scans_of
+from pgtrickle.query.plan import Fragment, InnerJoin, Join, KeyFilter, Plan, Version, inputs_of, scans_of, walk
 from pgtrickle.refresh.fetch.key_origins import origins_of
 from pgtrickle.refresh.planning.jobs import change_job
 from tests.support.planning import INTEGER, STRING, plan_query, table
@@ -102,3 +103,94 @@ def test_each_table_is_looked_up_by_keys_of_its_neighbours(shape: Callable[[int]
 def keys_of(plan: Plan) -> set[Plan]:
     """Where the keys of a lookup come from."""
     return {plan.origin} | keys_of(plan.input) if isinstance(plan, KeyFilter) else set()
+
+
+SHOP = [
+    table(1, "orders", {"id": INTEGER, "customer": INTEGER, "kind": STRING}, ("id",)),
+    table(2, "customers", {"id": INTEGER, "nation": INTEGER, "tier": STRING}, ("id",)),
+    table(3, "items", {"order_id": INTEGER, "line": INTEGER, "supplier": INTEGER, "sku": STRING}, ("order_id", "line")),
+    table(4, "suppliers", {"id": INTEGER, "nation": INTEGER}, ("id",)),
+]
+
+
+def joins_of(plan: Plan) -> list[InnerJoin]:
+    return [node for node in walk(plan) if isinstance(node, InnerJoin)]
+
+
+def join_on_spark(placed: Plan) -> InnerJoin:
+    (join,) = (join for join in joins_of(placed) if all(isinstance(child, Fragment) for child in join.inputs))
+    return join
+
+
+def tables_of(plan: Plan) -> list[str]:
+    return [scan.relation.name for scan in scans_of(plan)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SELECT o.id, i.sku, c.tier FROM shop.orders o, shop.items i, shop.customers c"
+        " WHERE ((i.order_id = o.id) AND (c.id = o.customer))",
+        "SELECT o.id, i.sku, c.tier FROM shop.orders o JOIN (shop.items i JOIN shop.customers c ON (c.id > i.line))"
+        " ON ((i.order_id = o.id) AND (c.id = o.customer))",
+        "SELECT x.number AS id, i.sku, x.tier FROM (SELECT o.id AS number, c.tier FROM shop.orders o"
+        " JOIN shop.customers c ON (c.id = o.customer)) x JOIN shop.items i ON ((i.order_id = x.number) AND (i.sku < x.tier))",
+        "SELECT o.id, i.sku, c.tier FROM shop.orders o JOIN shop.items i ON (i.order_id = (o.id + 1))"
+        " JOIN shop.customers c ON ((c.id + 1) = (o.customer + 2))",
+    ],
+)
+def test_inner_joins_are_one_node(text: str) -> None:
+    (join,) = joins_of(plan_query(text, SHOP).plan)
+    assert len(join.inputs) == 3
+    assert all(child.is_chain for child in join.inputs)
+
+
+def test_what_is_computed_from_several_tables_and_outer_joins_stay_between() -> None:
+    computed = plan_query(
+        "SELECT o.id FROM shop.orders o JOIN shop.items i ON (i.order_id = o.id)"
+        " JOIN shop.customers c ON (c.id = (o.customer + i.line))",
+        SHOP,
+    )
+    assert [len(join.inputs) for join in joins_of(computed.plan)] == [2, 2]
+    outer = plan_query(
+        "SELECT o.id FROM shop.orders o LEFT JOIN shop.items i ON (i.order_id = o.id)"
+        " JOIN shop.customers c ON (c.id = o.customer)",
+        SHOP,
+    )
+    (join,) = joins_of(outer.plan)
+    assert isinstance(join.inputs[0], Join)
+
+
+def test_whole_keys_and_beginnings_of_keys_are_looked_up_first() -> None:
+    """Suppliers are many for the nation of a customer, and one for each item of an order."""
+    program = plan_query(
+        "SELECT o.id FROM shop.suppliers s, shop.customers c, shop.items i, shop.orders o WHERE ((s.nation = c.nation)"
+        " AND (s.id = i.supplier) AND (i.order_id = o.id) AND (c.id = o.customer))",
+        SHOP,
+    )
+    assert program.change is not None
+    term = simplify(program.change, {1})
+    assert term is not None
+    assert tables_of(term) == ["orders", "customers", "items", "suppliers"]
+
+
+LIKE = (
+    "SELECT o.id, c.tier FROM shop.orders o, shop.items i, shop.customers c"
+    " WHERE ((i.sku LIKE o.kind) AND (c.id = o.customer){})"
+)
+
+
+def test_a_condition_that_spark_does_not_know_concerns_the_tables_it_reads() -> None:
+    program = plan_query(LIKE.format(" AND (i.order_id = o.id)"), SHOP)
+    join = join_on_spark(Placer("spark").place(program.plan))
+    assert [tables_of(child) for child in join.inputs] == [["orders", "items"], ["customers"]]
+
+
+def test_tables_that_nothing_else_links_are_not_multiplied_for_such_a_condition() -> None:
+    text = LIKE.replace("i.sku LIKE o.kind", "i.sku LIKE c.tier").format(" AND (i.order_id = o.id)")
+    placed = Placer("spark").place(plan_query(text, SHOP).plan)
+    fragments = [node for node in walk(placed) if isinstance(node, Fragment)]
+    assert [tables_of(fragment) for fragment in fragments] == [["orders", "items", "customers"]]
+    elsewhere = [replace(relation, database="crm") if relation.name == "orders" else relation for relation in SHOP]
+    join = join_on_spark(Placer("spark").place(plan_query(text, elsewhere).plan))
+    assert [tables_of(child) for child in join.inputs] == [["orders"], ["items", "customers"]]
