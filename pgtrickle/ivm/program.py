@@ -11,6 +11,7 @@ from pgtrickle.ivm.key_bounds import is_chain
 from pgtrickle.ivm.unique_key import key_columns
 from pgtrickle.query.binder import Binder
 from pgtrickle.query.plan import Aggregate, Column, Filter, Plan, Project, Regroup, Scan, scans_of, walk
+from pgtrickle.query.rewrites.imply_filters import imply_filters
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.unsupported import Unsupported
 
@@ -42,7 +43,7 @@ def build_program(text: str, binder: Binder) -> Program:
     def types_of(columns, expressions):  # type: ignore[no-untyped-def]
         return binder.typing.types_of(list(columns), expressions)
 
-    plan = normalise(bound.plan, binder.column, types_of)
+    plan = normalise(imply_filters(bound.plan), binder.column, types_of)
     output = plan.columns
     key = key_columns(plan, output)
     core, finish = _peel(plan)

@@ -147,7 +147,9 @@ class _Writer:
         """A query over an inner join of many sources, possibly grouped."""
         self._sources = 2 * self._pick((3, 4, 5, 6))
         from_, fields = self._inner_joined(self._sources // 2)
-        where = f" WHERE {self._condition(fields)}" if self._likely(40) else ""
+        where = ""
+        if self._likely(40):
+            where = f" WHERE {self._alternatives(fields) if self._likely(40) else self._condition(fields)}"
         kinds = self.kinds()
         match self._pick(("plain", "plain", "distinct", "grouped")):
             case "grouped":
@@ -323,6 +325,13 @@ class _Writer:
 
     def _literal(self) -> str:
         return self._pick(("0", "1", "2"))
+
+    def _alternatives(self, fields: Sequence[_Field]) -> str:
+        """Alternatives that each compare columns of several sources with constants."""
+        columns = [field.sql for field in fields if field.kind == "number"] or ["0"]
+        chosen = self._pick(columns), self._pick(columns)
+        pairs = [[f"({column} = {self._literal()})" for column in chosen] for _ in range(2)]
+        return f"(({pairs[0][0]} AND {pairs[0][1]}) OR ({pairs[1][0]} AND {pairs[1][1]}))"
 
     def _comparison(self, fields: Sequence[_Field]) -> str:
         columns = [field.sql for field in fields if field.kind == "number"]

@@ -38,13 +38,12 @@ class Origin:
     column: Column
 
 
-@lru_cache(maxsize=8192)
-def origins_of(key: KeyFilter) -> tuple[Origin, ...] | None:
+def origins_of(key: KeyFilter) -> list[Origin] | None:
     """All origins of a key's values; None if the values are computed, so that the whole table must be read."""
-    found = _trace(key.origin, key.origin_column)
-    return None if found is None else tuple(found)
+    return _trace(key.origin, key.origin_column)
 
 
+@lru_cache(maxsize=8192)
 def _trace(plan: Plan, column: Column) -> list[Origin] | None:
     if is_chain(plan):
         if scans_of(plan)[0].version is not Version.OLD:

@@ -39,6 +39,7 @@ from pgtrickle.query.plan import (
 from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
 from pgtrickle.query.rewrites.compute_operands import compute_operands
 from pgtrickle.query.rewrites.flatten_joins import flatten_joins
+from pgtrickle.query.rewrites.imply_filters import imply_filters
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.rewrites.prune import prune
 from pgtrickle.query.rewrites.push_filters import push_filters
@@ -59,6 +60,7 @@ REWRITES: dict[str, Rewrite] = {
     "compute_operands": compute_operands,
     "compute_arguments": compute_arguments,
     "flatten_joins": lambda plan, *_: flatten_joins(plan),
+    "imply_filters": lambda plan, *_: imply_filters(plan),
     "push_projections": lambda plan, *_: push_projections(plan),
     "prune": lambda plan, *_: prune(plan, {column.id for column in plan.columns}),
     "normalise": normalise,

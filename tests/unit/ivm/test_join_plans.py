@@ -12,7 +12,7 @@ import pytest
 from pgtrickle.compile.placement import Placement, Placer
 from pgtrickle.ivm.program import Program
 from pgtrickle.ivm.simplify import simplify
-from pgtrickle.query.plan import Fragment, InnerJoin, Join, KeyFilter, Plan, Version, inputs_of, scans_of, walk
+from pgtrickle.query.plan import Filter, Fragment, InnerJoin, Join, KeyFilter, Plan, Version, inputs_of, scans_of, walk
 from pgtrickle.refresh.fetch.key_origins import origins_of
 from pgtrickle.refresh.planning.jobs import change_job
 from tests.support.planning import INTEGER, STRING, plan_query, table
@@ -194,3 +194,21 @@ def test_tables_that_nothing_else_links_are_not_multiplied_for_such_a_condition(
     elsewhere = [replace(relation, database="crm") if relation.name == "orders" else relation for relation in SHOP]
     join = join_on_spark(Placer("spark").place(plan_query(text, elsewhere).plan))
     assert [tables_of(child) for child in join.inputs] == [["orders"], ["items", "customers"]]
+
+
+def test_alternatives_over_two_tables_imply_a_filter_of_each() -> None:
+    program = plan_query(
+        "SELECT o.id FROM shop.orders o, shop.customers c, shop.suppliers s WHERE ((c.id = o.customer)"
+        " AND (s.id = o.id) AND (((c.nation = 1) AND (s.nation = 2)) OR ((c.nation = 3) AND (s.nation = 4) AND (o.id > 5))))",
+        SHOP,
+    )
+    (join,) = joins_of(program.plan)
+    filtered = {
+        tables_of(child)[0]: node.condition.sql()
+        for child in join.inputs
+        for node in walk(child)
+        if isinstance(node, Filter)
+    }
+    assert filtered.keys() == {"customers", "suppliers"}
+    assert [literal in filtered["customers"] for literal in "1234"] == [True, False, True, False]
+    assert [literal in filtered["suppliers"] for literal in "1234"] == [False, True, False, True]
