@@ -20,14 +20,19 @@ _MOST = 100
 
 
 def read_shared_scans(fetchers: Sequence[Fetcher[pa.Table]], medium: InMemory) -> None:
-    """Read the changes that several fragments need once, for fetchers that use one medium."""
-    groups: dict[tuple[int, Snapshot], list[tuple[Fetcher[pa.Table], Plan, FormList]]] = {}
+    """Read the changes that several fragments need once, for fetchers that use one medium.
+
+    One reader reads for all fragments of a group. So what runs an owner's code is not in a group with what the service
+    reads with its own rights.
+    """
+    groups: dict[tuple[int, Snapshot, bool], list[tuple[Fetcher[pa.Table], Plan, FormList]]] = {}
     for fetcher in fetchers:
         for plan, forms in fetcher.missing.items():
             scan = change_scan(plan)
             window = fetcher.windows.get(scan.relation.database) if scan is not None else None
             if scan is not None and window is not None:
-                groups.setdefault((scan.relation.oid, window), []).append((fetcher, plan, forms))
+                own_code = fetcher.readers[scan.relation.database].own_code
+                groups.setdefault((scan.relation.oid, window, own_code), []).append((fetcher, plan, forms))
     for wanted in groups.values():
         for i in range(0, len(wanted), _MOST):
             if len(wanted[i : i + _MOST]) > 1:
