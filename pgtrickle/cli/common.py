@@ -59,9 +59,22 @@ def _show_notice(diagnostic: psycopg.errors.Diagnostic) -> None:
     from pgtrickle.api.connection import is_worth_telling
 
     if is_worth_telling(diagnostic):
-        click.echo(f"warning: {diagnostic.message_primary}", err=True)
+        echo(f"warning: {diagnostic.message_primary}", err=True)
         if diagnostic.message_hint:
-            click.echo(f"hint: {diagnostic.message_hint}", err=True)
+            echo(f"hint: {diagnostic.message_hint}", err=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped, except for line breaks and tabs.
+
+    Names, messages and values are chosen by other users: they must not control the terminal of whoever reads them.
+    """
+    return "".join(one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text)
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Print text that may contain names, messages or values of other users."""
+    click.echo(printable(text), err=err)
 
 
 def print_json(value: object) -> None:
@@ -85,7 +98,8 @@ def _plain(value: object) -> object:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]], empty: str) -> None:
     """Print a formatted table on a terminal; otherwise tab-separated columns without headings."""
-    lines = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    lines = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    headings = [printable(heading) for heading in headings]
     if not sys.stdout.isatty():
         for line in lines:
             click.echo("\t".join(cell.replace("\t", " ").replace("\n", " ") for cell in line))

@@ -22,6 +22,7 @@ from pgtrickle.cli.commands.tables import alter, create, drop
 from pgtrickle.cli.commands.top import top
 from pgtrickle.cli.commands.tune import tune
 from pgtrickle.cli.commands.verify import verify
+from pgtrickle.cli.common import echo
 from pgtrickle.errors import ConnectionFailedError, NotInTimeError, PgtrickleError, RefreshConflictError
 
 FAILED, CONFLICT, UNREACHABLE, LATE, INTERRUPTED = 1, 3, 4, 5, 130
@@ -81,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if report is None:
             raise
         message, hint, code = report
-        click.echo(f"error: {message}", err=True)
+        echo(f"error: {message}", err=True)
         if hint:
-            click.echo(f"hint: {hint}", err=True)
+            echo(f"hint: {hint}", err=True)
         sys.exit(code)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from typing import Any
 
 import psycopg
@@ -18,8 +19,26 @@ from pyarrow import csv
 from pgtrickle.errors import RefreshError
 from pgtrickle.postgres.formats import PARSE, conversion
 
-# The most bytes of one read that the driver holds. Larger reads go to Spark's executors.
+# The most bytes that the driver holds of what it reads over one connection. Larger reads go to Spark's executors.
 MOST_BYTES = 512 << 20
+SMALL_BYTES = 4 << 20  # a read of fewer bytes is done by the driver, however many it holds
+
+_held: weakref.WeakKeyDictionary[psycopg.Connection[Any], list[weakref.ref[pa.Table]]] = weakref.WeakKeyDictionary()
+
+
+def room(conn: psycopg.Connection[Any], most: int) -> int:
+    """How many bytes the driver may still read over the connection if it holds at most `most`.
+
+    What was read before counts as long as somebody holds it: the stream tables of a refresh are read one after the other.
+    """
+    tables = [table for reference in _held.get(conn, []) if (table := reference()) is not None]
+    held: int = sum(table.nbytes for table in tables)
+    return max(most - held, min(SMALL_BYTES, most))
+
+
+def hold(conn: psycopg.Connection[Any], table: pa.Table) -> None:
+    """Count the table among what the driver holds."""
+    _held[conn] = [one for one in _held.get(conn, []) if one() is not None] + [weakref.ref(table)]
 
 
 class ResultTooLargeError(RefreshError):
@@ -83,8 +102,10 @@ def copy_out(
 ) -> pa.Table:
     """Return the rows of a query as an Arrow table with the given schema.
 
-    Raises ResultTooLargeError if they have `most` bytes or more.
+    Raises ResultTooLargeError if they have `most` bytes or more, together with what is held of earlier reads.
     """
+    if most is not None:
+        most = room(conn, most)
     command = sql.SQL("COPY ({}) TO STDOUT (FORMAT csv)").format(statement)
     with conn.cursor() as cursor, cursor.copy(command):
         data = CopyOut(conn).take(most)
@@ -93,4 +114,6 @@ def copy_out(
     if not data:
         return schema.empty_table()
     read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), 1 << 28))
-    return csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
+    table = csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
+    hold(conn, table)
+    return table

@@ -76,6 +76,18 @@ def ended_after(conn: psycopg.Connection[Any], seconds: float, ids: Sequence[int
         timer.cancel()
 
 
+@contextmanager
+def terminated_after(conn: psycopg.Connection[Any], seconds: float) -> Iterator[None]:
+    """If the session is still at work after these seconds, end it: for sessions that `ended_after()` does not know of."""
+    timer = threading.Timer(seconds, _terminate, (conn, conn.info.backend_pid))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 # Timeouts of a session in which an owner's code runs. They are too long to occur, unless that code has changed them.
 _TIMEOUTS = (
     psycopg.errors.IdleInTransactionSessionTimeout,
@@ -128,6 +140,14 @@ def suspend(conn: psycopg.Connection[Any], ids: Sequence[int], reason: str) -> N
             other.execute(_SUSPEND, (reason, list(ids)))
     except psycopg.Error:
         log.exception("stream tables cannot be suspended", extra={"pgt_ids": list(ids)})
+
+
+def _terminate(conn: psycopg.Connection[Any], backend: int) -> None:
+    try:
+        with another(conn) as other:
+            other.execute("SELECT pg_catalog.pg_terminate_backend(%s)", (backend,))
+    except psycopg.Error:
+        log.exception("code of an owner cannot be ended")
 
 
 def _end(conn: psycopg.Connection[Any], backend: int, ids: Sequence[int]) -> None:

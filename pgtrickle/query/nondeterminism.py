@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from sqlglot import exp
-from sqlglot.errors import ParseError
+from sqlglot.errors import SqlglotError
 
+from pgtrickle.query.budget import Budget, count_step, planning_within
 from pgtrickle.query.dialect import parse
+from pgtrickle.query.unsupported import Unsupported
 
 _LISTS = frozenset(
     {"array_agg", "string_agg", "json_agg", "jsonb_agg", "json_object_agg", "jsonb_object_agg", "xmlagg"}
@@ -13,13 +15,39 @@ _LISTS = frozenset(
 _RANKS = frozenset({"row_number", "lag", "lead", "first_value", "last_value", "nth_value", "ntile"})
 
 
+# Functions that sqlglot has classes for. To print a node takes as long as all that is below it.
+_NAMES: dict[type, str] = {
+    exp.ArrayAgg: "array_agg",
+    exp.FirstValue: "first_value",
+    exp.GroupConcat: "string_agg",
+    exp.JSONArrayAgg: "json_agg",
+    exp.JSONBObjectAgg: "jsonb_object_agg",
+    exp.JSONObjectAgg: "json_object_agg",
+    exp.Lag: "lag",
+    exp.LastValue: "last_value",
+    exp.Lead: "lead",
+    exp.Mode: "mode",
+    exp.NthValue: "nth_value",
+    exp.Ntile: "ntile",
+    exp.RowNumber: "row_number",
+}
+
+
 def nondeterministic_part(definition: str) -> str | None:
-    """Describe the first part of a query whose result its rows do not determine; None if there is none."""
+    """Describe the first part of a query whose result its rows do not determine; None if there is none.
+
+    Also None for a query that is too large to be looked through.
+    """
     try:
-        tree = parse(definition)
-    except ParseError:
+        with planning_within(Budget()):
+            return _first_part(parse(definition))
+    except (SqlglotError, Unsupported):
         return None
+
+
+def _first_part(tree: exp.Expression) -> str | None:
     for node in tree.walk():
+        count_step()
         match node:
             case exp.Limit() | exp.Offset() | exp.Fetch():
                 return "LIMIT or OFFSET"
@@ -37,6 +65,4 @@ def nondeterministic_part(definition: str) -> str | None:
 def _name(node: object) -> str:
     if isinstance(node, exp.Anonymous):
         return str(node.this).lower().rpartition(".")[2]
-    if isinstance(node, exp.Func):
-        return str(node.sql(dialect="postgres").partition("(")[0]).lower()
-    return ""
+    return _NAMES.get(type(node), "")

@@ -19,7 +19,7 @@ from psycopg.types.json import Jsonb
 
 from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.enums import Storage
-from pgtrickle.errors import PgtrickleError, PrivilegeError
+from pgtrickle.errors import PrivilegeError
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
@@ -32,7 +32,9 @@ from pgtrickle.refresh.stages import Computed
 
 ATTEMPTS = 5
 EXAMPLES = 10  # rows shown of each kind
-COMPARED = 1000  # rows of each kind among which rows with nearly equal floats are paired
+COMPARED = 1000  # rows of each kind among which rows with nearly equal floats are paired; fewer of wide tables
+COMPARED_CHARACTERS = 64_000_000  # in the rows of each kind
+LONGEST_VALUE = 1000  # characters of a value; a hash stands for the rest
 # The last digits of a sum of floats depend on the order of the additions, in PostgreSQL too.
 FLOAT_TOLERANCE = 1e-9
 FLOATS = frozenset({"real", "double precision"})
@@ -116,7 +118,7 @@ def answer_requests(engine: Engine, pgt_id: int) -> Verification:
 
     try:
         found = verify(engine, pgt_id)
-    except (psycopg.Error, PgtrickleError) as error:
+    except Exception as error:
         if not conn.broken and not conn.closed:
             answer(f"it was not compared: {error}"[:LONGEST_MESSAGE])
         raise
@@ -244,7 +246,12 @@ def _subtract(
     items = sql.SQL(", ").join(
         sql.SQL("{0}{1} AS {0}").format(sql.Identifier(name), sql.SQL(cast)) for name, cast in casts.items()
     )
-    texts = sql.SQL(", ").join(sql.SQL("{}::pg_catalog.text").format(sql.Identifier(name)) for name in casts)
+    shown = sql.SQL(
+        "(SELECT CASE WHEN length(t) <= {longest} THEN t ELSE concat(pg_catalog.left(t, {longest}), '... (sha256 ',"
+        " encode(sha256(convert_to(t, 'UTF8')), 'hex'), ')') END FROM (SELECT {column}::pg_catalog.text AS t OFFSET 0) AS v)"
+    )
+    texts = sql.SQL(", ").join(shown.format(longest=LONGEST_VALUE, column=sql.Identifier(name)) for name in casts)
+    most = max(EXAMPLES, min(COMPARED, COMPARED_CHARACTERS // (LONGEST_VALUE * max(1, len(casts)))))
     side = sql.SQL(
         "(SELECT {kind}::pg_catalog.text, (SELECT pg_catalog.count(*) FROM {rows}), ARRAY[{texts}] FROM {rows} LIMIT {limit})"
     )
@@ -256,8 +263,8 @@ def _subtract(
         items=items,
         view=view,
         table=table,
-        missing=side.format(kind="missing", rows=sql.Identifier("m"), texts=texts, limit=COMPARED),
-        unexpected=side.format(kind="unexpected", rows=sql.Identifier("u"), texts=texts, limit=COMPARED),
+        missing=side.format(kind="missing", rows=sql.Identifier("m"), texts=texts, limit=most),
+        unexpected=side.format(kind="unexpected", rows=sql.Identifier("u"), texts=texts, limit=most),
     )
     columns = "kind pg_catalog.text, n pg_catalog.int8, line pg_catalog.text[]"
     return _run_as_owner(conn, row, statement, columns)

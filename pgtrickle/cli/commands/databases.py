@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
+from pgtrickle.cli.common import as_json, echo, open_database, print_json, print_table, with_dsn
 
 
 @click.group(
@@ -34,7 +34,7 @@ def add(dsn: str | None, name: str, target: str, roles: tuple[str, ...]) -> None
     """
     with open_database(dsn) as db:
         added = db.add_database(name, target, roles=roles)
-        click.echo(f"registered {added.name}: name its tables as {added.name}.schema.table")
+        echo(f"registered {added.name}: name its tables as {added.name}.schema.table")
 
 
 @database.command("add-set")
@@ -65,9 +65,9 @@ def add_set(
     """
     with open_database(dsn) as db:
         added = db.add_database_set(name, members, pattern=pattern, server=server, roles=roles)
-        click.echo(f"registered {added.name}: {len(added.members)} databases")
+        echo(f"registered {added.name}: {len(added.members)} databases")
         if added.problem is not None:
-            click.echo(added.problem, err=True)
+            echo(added.problem, err=True)
 
 
 @database.command("list")
@@ -115,7 +115,7 @@ def import_table(dsn: str | None, name: str, table: str) -> None:
     """Import TABLE (schema.table) of database NAME, so that SQL can name it too."""
     with open_database(dsn) as db:
         db.import_table(name, table)
-        click.echo(f"{name}.{table} can be named in queries")
+        echo(f"{name}.{table} can be named in queries")
 
 
 @database.command()
@@ -129,9 +129,9 @@ def resolve(dsn: str | None, table: str, name: str | None) -> int:
     with open_database(dsn) as db:
         found = db.resolve_foreign_table(table, name)
     if found is None:
-        click.echo(f"no registered database is known for the target of {table}", err=True)
+        echo(f"no registered database is known for the target of {table}", err=True)
         return 1
-    click.echo(f"{table} is read in {found}")
+    echo(f"{table} is read in {found}")
     return 0
 
 
@@ -144,4 +144,4 @@ def remove(dsn: str | None, name: str) -> None:
     """
     with open_database(dsn) as db:
         db.remove_database(name)
-        click.echo(f"removed {name}")
+        echo(f"removed {name}")

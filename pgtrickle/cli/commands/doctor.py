@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
+from pgtrickle.cli.common import as_json, echo, open_database, print_json, with_dsn
 
 
 @click.command(epilog="\b\nExample:\n  pgtrickle doctor --json || echo 'look at it'")
@@ -27,8 +27,8 @@ def doctor(dsn: str | None, held_seconds: float, as_json: bool) -> int:
         print_json({"ok": not found, "findings": found})
     else:
         for finding in found:
-            click.echo(f"{finding.check}: {finding.subject} {finding.problem}")
-            click.echo(f"  {finding.remedy}")
+            echo(f"{finding.check}: {finding.subject} {finding.problem}")
+            echo(f"  {finding.remedy}")
         if not found:
             click.echo("no problems found")
     return 1 if found else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import age, as_json, failures, open_database, print_json, print_table, with_dsn
+from pgtrickle.cli.common import age, as_json, echo, failures, open_database, print_json, print_table, with_dsn
 
 
 @click.command("list")
@@ -79,7 +79,7 @@ def explain(dsn: str | None, name: str, as_json: bool) -> None:
         }
         print_json({"name": table.name, "query": table.query, **modes, "plan": text.splitlines()})
     else:
-        click.echo(text)
+        echo(text)
 
 
 @click.command(epilog="\b\nExample:\n  pgtrickle history revenue --limit 100 --json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pgtrickle.cli.common import WAIT_SECONDS, as_json, open_database, print_json, print_table, with_dsn
+from pgtrickle.cli.common import WAIT_SECONDS, as_json, echo, open_database, print_json, print_table, with_dsn
 
 
 @click.command(
@@ -51,7 +51,7 @@ def refresh(
             tables = [table for table in found if table.status != "SUSPENDED"]
             if len(tables) < len(found):
                 skipped = ", ".join(table.name for table in found if table.status == "SUSPENDED")
-                click.echo(f"suspended, not refreshed: {skipped}", err=True)
+                echo(f"suspended, not refreshed: {skipped}", err=True)
         else:
             tables = [database.stream_table(name) for name in names]
         ids = {table.name: table.id for table in tables}

@@ -7,7 +7,7 @@ from typing import IO, TYPE_CHECKING
 
 import click
 
-from pgtrickle.cli.common import as_json, open_database, print_json, with_dsn
+from pgtrickle.cli.common import as_json, echo, open_database, print_json, with_dsn
 
 if TYPE_CHECKING:
     from pgtrickle.api.database import Database, StreamTable
@@ -85,7 +85,7 @@ def create(
             return
         why = f" ({table.mode_reason})" if table.mode_reason else ""
         mode = {"DIFFERENTIAL": "differentially", "FULL": "in full"}.get(table.effective_mode or "", "as it turns out")
-        click.echo(f"created {table.name}; it will be refreshed {mode}{why}")
+        echo(f"created {table.name}; it will be refreshed {mode}{why}")
 
 
 @click.command(
@@ -138,7 +138,7 @@ def alter(
             status=status,
             lost_members=lost_members,
         )
-        click.echo(f"altered {table.name}")
+        echo(f"altered {table.name}")
 
 
 @click.command()
@@ -149,7 +149,7 @@ def drop(dsn: str | None, name: str, cascade: bool) -> None:
     """Drop stream table NAME."""
     with open_database(dsn) as database:
         database.drop_stream_table(name, cascade=cascade)
-        click.echo(f"dropped {name}")
+        echo(f"dropped {name}")
 
 
 def _fill(database: Database, name: str, id_: int) -> StreamTable:
@@ -158,7 +158,7 @@ def _fill(database: Database, name: str, id_: int) -> StreamTable:
     try:
         bring_up_to_date(database, {name: id_}, initiated_by="INITIAL").raise_problems(1)
     except BaseException:
-        click.echo(f"{name} was created but not filled; `pgtrickle refresh {name}` does it", err=True)
+        echo(f"{name} was created but not filled; `pgtrickle refresh {name}` does it", err=True)
         raise
     return database.stream_table(name)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pgtrickle.cli.common import age, open_database, stop_on_signals, with_dsn
+from pgtrickle.cli.common import age, open_database, printable, stop_on_signals, with_dsn
 
 if TYPE_CHECKING:
     import psycopg
@@ -188,5 +188,5 @@ def _table(headings: Sequence[str], right: set[str], rows: Sequence[Sequence[obj
     for row in rows:
         # Text, not str: brackets in a name must not be parsed as markup. Error messages are joined into a single line.
         cells = ("" if cell is None else " ".join(str(cell).split()) for cell in row)
-        table.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in cells))
+        table.add_row(*(Text(printable(cell), COLOURS.get(cell, "")) for cell in cells))
     return table

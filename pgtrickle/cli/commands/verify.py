@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pgtrickle._version import __version__
-from pgtrickle.cli.common import as_json, open_database, print_json, print_table, with_dsn
+from pgtrickle.cli.common import as_json, echo, open_database, print_json, print_table, with_dsn
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.spark.progress import quiet_jvm
 
@@ -71,6 +71,7 @@ def verify(
         differing = [one for one in found if one.equal is False]
         if differing and evidence is not None:
             report = [_evidence(database, one, with_data) for one in differing]
+            evidence.touch(mode=0o600)  # with --with-data it holds rows
             evidence.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
         repaired = [database.reinitialize(one.name, REPAIRED) for one in differing] if repair else []
     if as_json:
@@ -78,9 +79,9 @@ def verify(
     else:
         _print(found)
     if differing and evidence is not None:
-        click.echo(f"evidence: {evidence}", err=True)
+        echo(f"evidence: {evidence}", err=True)
     if repaired:
-        click.echo(f"re-initialized: {', '.join(result.name for result in repaired)}", err=True)
+        echo(f"re-initialized: {', '.join(result.name for result in repaired)}", err=True)
     elif differing:
         named = ", ".join(one.name for one in differing)
         raise PgtrickleError(
@@ -115,7 +116,7 @@ def _print(found: list[Verification]) -> None:
     for one in found:
         for kind, rows in (("missing", one.missing_rows), ("unexpected", one.unexpected_rows)):
             if rows:
-                click.echo(f"\n{one.name}, {kind}:")
+                echo(f"\n{one.name}, {kind}:")
                 print_table(one.columns, rows, "")
 
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
 import psycopg
@@ -21,7 +21,8 @@ import pyarrow as pa
 from psycopg import sql
 from pyarrow import ipc
 
-from pgtrickle.postgres.copying import copy_out
+from pgtrickle.postgres import copying, fence
+from pgtrickle.postgres.copying import ResultTooLargeError, copy_out
 from pgtrickle.postgres.transactions import READ_SETTINGS, set_local
 
 MANY = 8 << 20  # bytes of a change buffer from which on a helper process is worthwhile
@@ -40,6 +41,8 @@ class Order:
     settings: Mapping[str, str]
     statement: str
     schema: pa.Schema
+    most: int = copying.MOST_BYTES  # bytes that may be read
+    seconds: float = field(default_factory=lambda: fence.READ_SECONDS)  # after which its session is ended
 
 
 class HelperProcesses:
@@ -106,12 +109,12 @@ def _read(order: Order) -> bytes:
 
     A session that waits for those locks must not be waited for here.
     """
-    with psycopg.connect(order.conninfo, password=order.password) as conn:
+    with psycopg.connect(order.conninfo, password=order.password) as conn, fence.terminated_after(conn, order.seconds):
         conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
         conn.execute(sql.SQL("SET TRANSACTION SNAPSHOT {}").format(sql.Literal(order.snapshot)))
         conn.execute("SET LOCAL search_path TO pg_catalog, pg_temp")
         set_local(conn, READ_SETTINGS | dict(order.settings))
-        table = copy_out(conn, sql.SQL(order.statement), order.schema)
+        table = copy_out(conn, sql.SQL(order.statement), order.schema, order.most)
         conn.rollback()  # so that nothing that an owner's code has left runs at commit
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, table.schema) as writer:
@@ -130,8 +133,8 @@ def _serve(orders: IO[bytes], answers: IO[bytes]) -> None:
             answer: bytes | psycopg.Error | None = _read(order)
         except psycopg.DataError as error:
             answer = error
-        except psycopg.Error:
-            answer = None  # no connection, no lock or an expired snapshot: the service has to read it
+        except (psycopg.Error, ResultTooLargeError):
+            answer = None  # no connection, no lock, an expired snapshot or too many bytes: the service has to read it
         pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
         answers.flush()
 

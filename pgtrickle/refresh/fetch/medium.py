@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from psycopg import sql
 
 from pgtrickle.compile.shared_scan import Slice
+from pgtrickle.postgres import copying
 from pgtrickle.query.plan import Plan, Version, scans_of
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses, Order
 from pgtrickle.refresh.fetch.reader import Reader
@@ -65,8 +66,12 @@ class HelperRead:
         ):
             return None
         info = medium.conn.info
-        order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema)
-        return self.helpers.read(order)
+        room = copying.room(medium.conn, copying.MOST_BYTES)
+        order = Order(info.dsn, info.password or None, self.exported, medium.settings, statement, request.schema, room)
+        rows = self.helpers.read(order)
+        if rows is not None:
+            copying.hold(medium.conn, rows)
+        return rows
 
 
 @dataclass

@@ -138,7 +138,7 @@ BEGIN
                       HINT = 'The request is still waiting. Is a service running (`pgtrickle run`)?';
         END IF;
         PERFORM pg_catalog.pg_sleep(pause);
-        pause := LEAST(pause * 1.5, 0.2);
+        pause := LEAST(pause OPERATOR(pg_catalog.*) 1.5::double precision, 0.2);
     END LOOP;
 END
 $$;
