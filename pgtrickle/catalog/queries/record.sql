@@ -2,7 +2,8 @@
 WITH moved AS (
     UPDATE pgtrickle.pgt_stream_tables
     SET frontier = %(frontier)s, data_timestamp = %(time)s, apply_xid = NULL,
-        status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END, status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason END,
+        status = CASE WHEN status = 'SUSPENDED' THEN status ELSE 'ACTIVE' END,
+        status_reason = CASE WHEN status = 'SUSPENDED' THEN status_reason END,
         reinit_reason = NULL, effective_mode = %(mode)s, mode_reason = %(mode_reason)s,
         claimed_by = NULL, consecutive_errors = 0, counted_errors = 0, last_error = NULL, error_kind = NULL,
         failed_at = NULL,

@@ -12,6 +12,7 @@ from pgtrickle.query.plan import NewColumn, Plan, TypesOf
 from pgtrickle.query.rewrites.aggregate_arguments import compute_arguments
 from pgtrickle.query.rewrites.compute_operands import compute_operands
 from pgtrickle.query.rewrites.flatten_joins import flatten_joins
+from pgtrickle.query.rewrites.imply_filters import imply_filters
 from pgtrickle.query.rewrites.normalise import normalise
 from pgtrickle.query.rewrites.prune import prune
 from pgtrickle.query.rewrites.push_filters import push_filters
@@ -26,6 +27,7 @@ REWRITES: dict[str, Callable[[Plan, NewColumn, TypesOf], Plan]] = {
     "aggregate_arguments": compute_arguments,
     "compute_operands": compute_operands,
     "flatten_joins": lambda plan, *_: flatten_joins(plan),
+    "imply_filters": lambda plan, *_: imply_filters(plan),
     "normalise": normalise,
     "prune": lambda plan, *_: prune(plan, {column.id for column in plan.columns}),
     "push_filters": lambda plan, *_: push_filters(plan, []),

@@ -141,13 +141,17 @@ BEGIN
 END
 $$;
 
--- A backslash in a string means what it says, whatever the session has set. Under standard_conforming_strings = off the patterns in these functions
--- would match something else; and whoever calls a function first in a session decides how it is parsed for all later calls there, also the service's.
+-- A backslash in a string means the same whatever the session has set. Under standard_conforming_strings = off, the
+-- patterns in these functions would match something else, and the first call of a function in a session decides how it
+-- is parsed for all later calls there, including those of the service.
 DO $$
 DECLARE
     found regprocedure;
 BEGIN
-    FOR found IN SELECT p.oid FROM pg_proc AS p WHERE p.pronamespace = 'pgtrickle'::regnamespace AND strpos(p.prosrc, E'\\') > 0 LOOP
+    FOR found IN
+        SELECT p.oid FROM pg_proc AS p
+        WHERE p.pronamespace = 'pgtrickle'::regnamespace AND strpos(p.prosrc, E'\\') > 0
+    LOOP
         EXECUTE format('ALTER FUNCTION %s SET standard_conforming_strings = on', found);
     END LOOP;
 END

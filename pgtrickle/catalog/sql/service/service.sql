@@ -239,8 +239,10 @@ BEGIN
         RETURN NULL;
     END IF;
     IF EXISTS (SELECT FROM pgtrickle.pgt_stream_tables AS s LEFT JOIN pg_class AS c ON c.oid = s.pgt_relid
-               WHERE s.pgt_id = id AND s.status = 'SUSPENDED' AND NOT coalesce(pgtrickle._acts_for(caller, c.relowner), false)) THEN
-        RAISE EXCEPTION 'stream table % is suspended', (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
+               WHERE s.pgt_id = id AND s.status = 'SUSPENDED'
+                 AND NOT coalesce(pgtrickle._acts_for(caller, c.relowner), false)) THEN
+        RAISE EXCEPTION 'stream table % is suspended',
+                        (SELECT s.pgt_relid FROM pgtrickle.pgt_stream_tables AS s WHERE s.pgt_id = id)
             USING ERRCODE = 'object_not_in_prerequisite_state', HINT = 'Its owner can refresh or resume it.';
     END IF;
     PERFORM pgtrickle._require_room(caller);

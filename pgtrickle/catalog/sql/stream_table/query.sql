@@ -231,8 +231,10 @@ AS $$
         OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s
                    JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attnum > 0
                    WHERE NOT a.attisdropped AND a.atttypid >= 16384)
-        -- A virtual generated column is computed wherever its table's changes are read. PostgreSQL allows no functions of users in it, but operators.
-        OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attgenerated = 'v'
+        -- A virtual generated column is computed wherever its table's changes are read. PostgreSQL allows operators of
+        -- users in it, but not their functions.
+        OR EXISTS (SELECT FROM pgtrickle._sources(view) AS s
+                   JOIN pg_attribute AS a ON a.attrelid = s.relation AND a.attgenerated = 'v'
                    JOIN pg_attrdef AS e ON e.adrelid = a.attrelid AND e.adnum = a.attnum
                    JOIN pg_depend AS d ON d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid
                    WHERE d.refobjid >= 16384 AND d.refclassid NOT IN ('pg_class'::regclass, 'pg_collation'::regclass))
