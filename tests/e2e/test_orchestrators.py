@@ -79,7 +79,7 @@ def test_a_request_that_times_out_stays_filed(
         conn.execute("INSERT INTO item VALUES (100, 1, 5)")
         conn.execute("SELECT pgtrickle.pause()")
         assert refresh(shop.dsn, "--request-id", "run-1", "--timeout", "0.5") == LATE
-        assert "still stands" in capsys.readouterr().err
+        assert "still filed" in capsys.readouterr().err
         with pgtrickle.connect(shop.dsn) as db, pytest.raises(NotInTimeError, match="did not finish within"):
             db.wait_for_request("parts", db.request_refresh("parts", key="run-1"), 0.2)
         conn.execute("SELECT pgtrickle.resume()")

@@ -368,7 +368,7 @@ def test_another_query_with_the_same_columns_keeps_the_table(shop: Connection, d
     ) == (True, True, "mine")
     sources = shop.execute("SELECT source_name, columns_used FROM pgtrickle.pgt_dependencies ORDER BY 1").fetchall()
     assert sources == [("customers", [1, 2]), ("orders", [1, 2, 3])]
-    with pytest.raises(psycopg.errors.InvalidTableDefinition, match="other columns"):
+    with pytest.raises(psycopg.errors.InvalidTableDefinition, match="different columns"):
         shop.execute("SELECT pgtrickle.alter_stream_table('x', query => 'SELECT id FROM orders')")
     assert one(shop, "SELECT pg_get_viewdef(view_relid) ~ 'customers' FROM pgtrickle.pgt_stream_tables") == (True,)
 
