@@ -81,7 +81,6 @@ FUNCTIONS = (
     "stream_table/privileges",
     "stream_table/schedule",
     "stream_table/rows",
-    "stream_table/guard",
     "stream_table/views_schema",
     "stream_table/owner_functions",
     "stream_table/catalog",

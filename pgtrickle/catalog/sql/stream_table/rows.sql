@@ -1,4 +1,4 @@
--- Row IDs, and changes that came with a dump.
+-- Row IDs, the trigger that guards rows, and changes that came with a dump.
 
 -- The ID of a row without a key: 128 bits of a hash of its text. A user who can write to a source must not be able to
 -- find two rows with the same ID. Not md5(): a server in FIPS mode refuses it.
@@ -39,5 +39,21 @@ BEGIN
         DELETE FROM pgtrickle_changes.pgt_markers
         WHERE source_stable_name = stable_name AND xid >= pg_snapshot_xmax(pg_current_snapshot())::text::bigint;
     END IF;
+END
+$$;
+
+-- Refuses changes of a stream table that do not come from its refresh. Only the service can write apply_xid.
+CREATE OR REPLACE FUNCTION pgtrickle._guard() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+BEGIN
+    IF NOT EXISTS (SELECT FROM pgtrickle.pgt_stream_tables
+                   WHERE pgt_relid = TG_RELID AND apply_xid = pg_current_xact_id_if_assigned()) THEN
+        RAISE EXCEPTION 'stream table %.% cannot be changed directly (%)', quote_ident(TG_TABLE_SCHEMA),
+                quote_ident(TG_TABLE_NAME), TG_OP
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                  HINT = 'It follows its defining query: change the tables that the query reads.';
+    END IF;
+    RETURN NULL;
 END
 $$;
