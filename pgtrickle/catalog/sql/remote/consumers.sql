@@ -1,8 +1,9 @@
 -- Stream tables of other databases that read tables of this one: the description of a table, and what is kept for
 -- them.
 
--- A cast from or to a type in a table, by a function of a role without the reader's rights; NULL if there is none.
--- Values are printed with casts to text or json, and keys to look up are read with casts from text.
+-- A cast from or to a type in a table, by a function of a role without the reader's rights, or an operator of such a
+-- role in a virtual generated column; NULL if there is none. Values are printed with casts to text or json, keys to
+-- look up are read with casts from text, and virtual generated columns are computed when they are read.
 CREATE OR REPLACE FUNCTION pgtrickle._untrusted_cast(source regclass) RETURNS text
 LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp
 AS $$
@@ -17,11 +18,22 @@ AS $$
             UNION ALL SELECT r.rngsubtype FROM pg_range AS r WHERE t.oid IN (r.rngtypid, r.rngmultitypid)
         ) AS part (type) WHERE part.type >= 16384
     )
-    SELECT min(format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname,
-                      inside.type::regtype))
-    FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget)
-    JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
-    WHERE NOT pgtrickle._is_trusted_role(o.oid)
+    SELECT min(u.problem) FROM (
+        SELECT format('function %s of role %I casts from or to type %s', p.oid::regprocedure, o.rolname,
+                      inside.type::regtype)
+        FROM inside JOIN pg_cast AS c ON inside.type IN (c.castsource, c.casttarget)
+        JOIN pg_proc AS p ON p.oid = c.castfunc JOIN pg_roles AS o ON o.oid = p.proowner
+        WHERE NOT pgtrickle._is_trusted_role(o.oid)
+        UNION ALL
+        SELECT format('operator %s of role %I is in the expression of column %I', p.oid::regoperator, o.rolname,
+                      a.attname)
+        FROM pg_attribute AS a JOIN pg_attrdef AS e ON e.adrelid = a.attrelid AND e.adnum = a.attnum
+        JOIN pg_depend AS d ON d.classid = 'pg_attrdef'::regclass AND d.objid = e.oid
+            AND d.refclassid = 'pg_operator'::regclass
+        JOIN pg_operator AS p ON p.oid = d.refobjid JOIN pg_roles AS o ON o.oid = p.oprowner
+        WHERE a.attrelid IN (SELECT pgtrickle._partition_tree(source)) AND a.attgenerated = 'v' AND p.oid >= 16384
+          AND NOT pgtrickle._is_trusted_role(o.oid)
+    ) AS u (problem)
 $$;
 
 -- The description of a table for a database that reads it. Domains are replaced by their base types.
@@ -40,7 +52,8 @@ BEGIN
                 quote_ident(current_database()),
                 pgtrickle._untrusted_cast(source)
             USING ERRCODE = 'feature_not_supported',
-                  HINT = 'Reading its values would run that function with the rights of the reader. Drop the cast.';
+                  HINT = 'Reading its values would run that code with the rights of the reader. '
+                         'Drop the cast, or the column.';
     ELSIF row_security_active(source::oid) THEN
         RAISE EXCEPTION 'row-level security on % of database % applies to role %', source,
                 quote_ident(current_database()), quote_ident(current_user)
