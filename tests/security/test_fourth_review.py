@@ -23,9 +23,9 @@ from pgtrickle.query.budget import OverBudget
 from pgtrickle.query.dialect import MOST_CHARACTERS, parse
 from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh import verify
+from pgtrickle.refresh.fetch.fetching import Fetching
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.pipeline import Engine
-from pgtrickle.refresh.snapshot_reader import SnapshotReader
 from tests.security.registered import registered
 from tests.security.roles import Roles, Worker
 from tests.security.test_fair_share import HOLD, KEY
@@ -215,7 +215,7 @@ def test_waiting_runs_no_operator_of_others(roles: Roles) -> None:
     mine = roles.create(alice, "mine", f"SELECT id, kind FROM {alice}.orders")
     with roles.connect(alice) as conn:
         conn.execute(f"SET search_path = {alice}, {m}".encode())
-        with pytest.raises(psycopg.errors.QueryCanceled, match="was not done within"):
+        with pytest.raises(psycopg.errors.QueryCanceled, match="did not finish within"):
             conn.execute("CALL pgtrickle.refresh_and_wait(%s, '1 second')", (mine,))
     assert roles.ran_as() == set()
 
@@ -270,7 +270,7 @@ def test_stream_tables_that_are_read_together_do_not_fill_the_memory(
     alice, m = roles.alice, roles.mallory
     monkeypatch.setattr(copying, "MOST_BYTES", 1_000_000)
     monkeypatch.setattr(copying, "SMALL_BYTES", 50_000)
-    monkeypatch.setattr(SnapshotReader, "_fetch_large", lambda *_: None)  # the error stays
+    monkeypatch.setattr(Fetching, "_fetch", Fetching._read)  # the error stays
     roles.sql(m, f"CREATE TABLE {m}.one (id int PRIMARY KEY)", f"INSERT INTO {m}.one VALUES (1)")
     traps = [roles.create(m, f"trap{i}", f"SELECT id, repeat('x', {600_000 + i}) AS x FROM {m}.one") for i in range(4)]
     mine = roles.create(alice, "mine", f"SELECT id, kind FROM {alice}.orders")
@@ -317,7 +317,8 @@ def test_a_comparison_that_loses_its_connection_is_not_repeated_at_once(
         until(lambda: len(tried) == 3)
         scheduler = service.launchers[0].databases[roles.database.name].scheduler
         assert scheduler is not None
-        assert scheduler._verify_pause(roles.id_of(trap)) >= 4 * scheduler._verify_pause(0)
+        comparisons = scheduler._comparisons
+        assert comparisons._pause(roles.id_of(trap)) >= 4 * comparisons._pause(0)
 
 
 def test_a_query_of_any_size_can_be_compared(roles: Roles) -> None:
