@@ -336,7 +336,7 @@ def test_doctor_reports_problems_and_remedies(shop: TestDatabase, conn: psycopg.
     conn.execute("DELETE FROM pgtrickle.pgt_services")
 
     conn.execute("ALTER TABLE orders DISABLE TRIGGER ALL")
-    conn.execute("SELECT pgtrickle.catalog.stream_table('revenue')")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
     conn.execute("UPDATE pgtrickle.pgt_stream_tables SET consecutive_errors = 2, last_error = 'disk full'")
     conn.execute("SELECT pgtrickle.alter_stream_table('revenue', status => 'SUSPENDED')")
     with psycopg.connect(shop.direct_dsn) as idle:

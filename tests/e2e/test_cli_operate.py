@@ -253,7 +253,7 @@ def test_profile_prints_the_verdict(shop: TestDatabase, conn: psycopg.Connection
     add_jobs(conn, "RUNNING", 2)
     text = run(profile, shop.dsn, "--seconds", "0.1", "--out", str(tmp_path)).stdout
     assert text.startswith("oversized: less than half of the workers were busy")
-    assert "busy at once is 2" in text
+    assert "The largest number of busy workers was 2" in text
     assert str(tmp_path / "profile.png") in text
 
 

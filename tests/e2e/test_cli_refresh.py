@@ -41,7 +41,7 @@ def test_a_local_refresh_starts_spark_only_if_there_is_something_to_compute(
     assert [result["action"] for result in json.loads(idle.stdout)] == ["NO_DATA"]
     assert idle.stderr == ""
 
-    conn.execute("SELECT pgtrickle.catalog.stream_table('revenue')")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
     once = cli(shop.dsn, "run", "--once")
     assert (once.returncode, once.stdout, once.stderr) == (0, "1 done, 0 failed, 0 postponed\n", "")
     served = conn.execute(
@@ -67,7 +67,7 @@ def test_a_refresh_by_another_process_is_exit_code_3(shop: TestDatabase, conn: p
         [uuid4()],
     )
     assert "is being refreshed, altered or dropped by another process" in fail(3, shop.dsn, "refresh", "revenue")
-    conn.execute("SELECT pgtrickle.catalog.stream_table('revenue')")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('revenue')")
     assert "are waiting for another process" in fail(3, shop.dsn, "run", "--once")
     assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("PENDING",)]
 
@@ -78,7 +78,7 @@ def test_a_failed_refresh_is_explained_and_does_not_affect_others(shop: TestData
     succeed(shop.dsn, "create", "broken", "SELECT id, 1 / (id - 7) AS x FROM orders", "--no-init", "--mode", "FULL")
     assert "division by zero (SQLSTATE 22012)" in fail(1, shop.dsn, "refresh", "broken")
     for name in ("broken", "fine"):
-        conn.execute("SELECT pgtrickle.catalog.stream_table(%s)", [name])
+        conn.execute("SELECT pgtrickle.refresh_stream_table(%s)", [name])
     done = cli(shop.dsn, "run", "--once")
     assert (done.returncode, done.stdout) == (1, "1 done, 1 failed, 0 postponed\n")
     requests = conn.execute("SELECT status, error FROM pgtrickle.pgt_requests ORDER BY request_id").fetchall()
@@ -90,7 +90,7 @@ def test_a_failed_refresh_is_explained_and_does_not_affect_others(shop: TestData
 def test_any_refresh_that_sees_a_request_answers_it(shop: TestDatabase, conn: psycopg.Connection) -> None:
     conn.execute("CREATE TABLE empty (id int PRIMARY KEY)")
     succeed(shop.dsn, "create", "fine", "SELECT id FROM empty", "--no-init")
-    conn.execute("SELECT pgtrickle.catalog.stream_table('fine')")
+    conn.execute("SELECT pgtrickle.refresh_stream_table('fine')")
     succeed(shop.dsn, "refresh", "fine")
     assert conn.execute("SELECT status FROM pgtrickle.pgt_requests").fetchall() == [("DONE",)]
     assert succeed(shop.dsn, "run", "--once").startswith("0 done")

@@ -385,7 +385,7 @@ def _assert_sleeps(process: ServiceProcess, standby: Connection) -> None:
     kinds = standby.execute("SELECT application_name FROM pg_stat_activity WHERE application_name LIKE 'pgtrickle %'")
     assert kinds.fetchall() == [("pgtrickle launcher",)]
     with pytest.raises(psycopg.errors.ReadOnlySqlTransaction, match="a standby cannot refresh stream tables"):
-        standby.execute("SELECT pgtrickle.catalog.stream_table('totals')")
+        standby.execute("SELECT pgtrickle.refresh_stream_table('totals')")
     assert value(standby, "SELECT count(*) FROM pgtrickle.pgt_status() WHERE status = 'ACTIVE'") == len(QUERIES)
     assert 0 <= value(standby, "SELECT pgtrickle.get_staleness('totals')") < 60
 

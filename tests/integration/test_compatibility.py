@@ -149,7 +149,7 @@ def working(live: Live) -> Iterator[Busy]:
         waits = "SELECT count(*) FROM pg_stat_activity WHERE %s = ANY (pg_blocking_pids(pid))"
         until(lambda: value(owner, waits, pid) == 1, "a worker that waits for the lock")
         since = time.monotonic()
-        owner.execute("SELECT pgtrickle.catalog.stream_table('names')")
+        owner.execute("SELECT pgtrickle.refresh_stream_table('names')")
         until(lambda: value(owner, "SELECT count(*) FROM pgtrickle.pgt_jobs WHERE status = 'QUEUED'") == 1)
         until(lambda: value(owner, "SELECT stale_count FROM pgtrickle.health_summary()") == 1)
         told = "SELECT (plans_found, plans_made) = (%s, %s) FROM pgtrickle.pgt_services"

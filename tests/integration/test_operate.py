@@ -351,7 +351,7 @@ def test_the_summary_counts(shop: Connection, visitor: Connection) -> None:
     service(shop, plans_found=90, plans_made=10)
     service(shop, plans_found=0, plans_made=20)
     service(shop, plans_found=0, plans_made=999, lease_expires="-infinity")
-    shop.execute("SELECT pgtrickle.catalog.stream_table('a')")
+    shop.execute("SELECT pgtrickle.refresh_stream_table('a')")
     summary = one(visitor, "SELECT * FROM pgtrickle.health_summary()")
     assert summary.pop("max_staleness_seconds") == pytest.approx(180, abs=5)
     assert summary == {
@@ -397,7 +397,7 @@ def test_waiting_requests_without_a_service(shop: Connection) -> None:
     create(shop, "totals", "SELECT customer, count(*) AS n FROM orders GROUP BY 1")
     assert check(shop, "service")["severity"] == "ERROR"
     assert check(shop, "requests")["severity"] == "OK"
-    shop.execute("SELECT pgtrickle.catalog.stream_table('totals')")
+    shop.execute("SELECT pgtrickle.refresh_stream_table('totals')")
     waiting = check(shop, "requests")
     assert waiting["severity"] == "ERROR"
     assert waiting["detail"].startswith("1 waiting")

@@ -466,7 +466,7 @@ def test_requests_and_the_warning_without_a_service(shop: Connection) -> None:
     notices: list[str] = []
     shop.add_notice_handler(lambda diagnostic: notices.append(str(diagnostic.message_primary)))
     pgt_id = create(shop, "x", "SELECT id FROM orders", initialize=False)
-    (first,) = one(shop, "SELECT pgtrickle.catalog.stream_table('x')")
+    (first,) = one(shop, "SELECT pgtrickle.refresh_stream_table('x')")
     (second,) = one(shop, "SELECT pgtrickle.manual_refresh(stream_table_name => 'x')")
     assert [notice for notice in notices if "no pgtrickle service" in notice] == notices
     assert len(notices) == 3
@@ -475,7 +475,7 @@ def test_requests_and_the_warning_without_a_service(shop: Connection) -> None:
     ).fetchall()
     assert found == [(first, pgt_id, "PENDING", "app"), (second, pgt_id, "PENDING", "app")]
     shop.execute("INSERT INTO pgtrickle.pgt_services VALUES (gen_random_uuid(), 'here', 1, 'test')")
-    shop.execute("SELECT pgtrickle.catalog.stream_table('x')")
+    shop.execute("SELECT pgtrickle.refresh_stream_table('x')")
     assert len(notices) == 3
 
 
@@ -649,7 +649,7 @@ def test_owners_have_no_rights_on_each_others_stream_tables(roles: Roles) -> Non
         "SELECT pgtrickle.drop_stream_table('alice.st')",
         "SELECT pgtrickle.alter_stream_table('alice.st', schedule => '1m')",
         "SELECT pgtrickle.alter_stream_table('alice.st', query => 'SELECT 1 AS a')",
-        "SELECT pgtrickle.catalog.stream_table('alice.st')",
+        "SELECT pgtrickle.refresh_stream_table('alice.st')",
         f'SELECT pgtrickle._gate(\'update\', \'{{"id": {mine}, "schedule": "1m"}}\')',
         f"SELECT pgtrickle._gate('request', '{{\"id\": {mine}}}')",
         f"SELECT pgtrickle._update_stream_table('alice', {mine}, NULL, '1m', NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL)",

@@ -186,7 +186,7 @@ def test_requests_are_bounded_for_each_role(roles: Roles, query: str, call: str)
             roles.alice, f"SELECT count(pgtrickle.{call.format(name=name)}) FROM generate_series(1, {MANY}) AS i"
         )
     assert "request" in (refused.value.diag.message_primary or "")
-    roles.sql(roles.bob, f"SELECT pgtrickle.catalog.stream_table('{theirs}')")
+    roles.sql(roles.bob, f"SELECT pgtrickle.refresh_stream_table('{theirs}')")
 
 
 def test_a_capture_function_on_another_table_does_not_mark_the_source(roles: Roles, query: str) -> None:

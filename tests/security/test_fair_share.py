@@ -36,7 +36,7 @@ def test_requests_of_one_owner_do_not_take_all_workers(roles: Roles) -> None:
     with psycopg.connect(roles.database.direct_dsn_as(mallory), autocommit=True) as holder:
         holder.execute("SELECT pg_advisory_lock(%s)", (KEY,))
         with running_service(roles.database.dsn, roles.database.name) as service:
-            roles.sql(mallory, *(f"SELECT pgtrickle.catalog.stream_table('{trap}')" for trap in traps))
+            roles.sql(mallory, *(f"SELECT pgtrickle.refresh_stream_table('{trap}')" for trap in traps))
             until(lambda: roles.value(roles.app, running) >= service.pool.size - 1)
             roles.sql(alice, f"INSERT INTO {alice}.orders VALUES (900, 'k1', 1)")
             roles.sql(alice, f"CALL pgtrickle.wait_until_fresh('{mine}', '15 seconds')")
