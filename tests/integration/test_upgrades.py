@@ -18,6 +18,8 @@ from pgtrickle.embedded.server import EmbeddedServer
 from tests.support.database import TestDatabase, fresh_database
 from tests.support.oracle import assert_equal_to_query
 
+pytestmark = pytest.mark.pgversions
+
 DUMPS = sorted((Path(__file__).parents[1] / "fixtures" / "catalogs").glob("*.sql.gz"))
 RIGHTS = (Path(__file__).parents[1] / "fixtures" / "rights.sql").read_bytes()
 QUERIES = {
@@ -30,7 +32,8 @@ QUERIES = {
 
 def restore(database: TestDatabase, dump: Path) -> None:
     lines = gzip.decompress(dump.read_bytes()).decode().splitlines(keepends=True)
-    script = "".join(line for line in lines if not line.startswith("\\"))  # commands of psql
+    # Without commands of psql, and without a setting that servers before PostgreSQL 17 do not have.
+    script = "".join(line for line in lines if not line.startswith(("\\", "SET transaction_timeout")))
     with psycopg.connect(database.superuser_dsn, autocommit=True) as conn:
         conn.execute(script.encode())
 
