@@ -6,6 +6,7 @@ import psycopg
 import pytest
 
 from tests.security.roles import Roles
+from tests.security.shadows import shadows
 from tests.support.oracle import assert_equal_to_query
 
 pytestmark = pytest.mark.pgversions
@@ -36,3 +37,33 @@ def test_a_second_role_with_trigger_privilege_can_have_more_columns_captured(rol
     roles.refresh(name)
     with roles.connect(bob) as conn:
         assert_equal_to_query(conn, name, f"SELECT id, kind, amount FROM {alice}.orders")
+
+
+@pytest.mark.parametrize("way", ["temporary", "search path"])
+@pytest.mark.parametrize("kind", ["statement", "row"])
+def test_capture_takes_no_names_of_a_writer(roles: Roles, kind: str, way: str) -> None:
+    """Capture functions run in the writer's session, with the rights of the role that installed the catalog."""
+    mallory = roles.mallory
+    roles.sql(
+        mallory,
+        f"CREATE TABLE {mallory}.parts (id int, note text) PARTITION BY RANGE (id)",
+        f"CREATE TABLE {mallory}.part PARTITION OF {mallory}.parts FOR VALUES FROM (0) TO (1000) PARTITION BY RANGE (id)",
+        f"CREATE TABLE {mallory}.early PARTITION OF {mallory}.part FOR VALUES FROM (0) TO (100)",
+    )
+    source = f"{mallory}.{'part' if kind == 'row' else 'parts'}"
+    query = f"SELECT id, note FROM {source}"
+    name = roles.create(mallory, "hers", query)
+    captured = "SELECT capture_kind FROM pgtrickle.pgt_change_tracking WHERE source_relid = %s::regclass"
+    assert roles.value(mallory, captured, [source]) == kind
+    roles.refresh(name)
+    roles.sql(
+        mallory,
+        *shadows(way, mallory),
+        f"INSERT INTO {source} SELECT i, 'x' FROM pg_catalog.generate_series(1, 20) AS i",
+        f"UPDATE {source} SET note = 'y' WHERE id > 10",
+        f"DELETE FROM {source} WHERE id > 15",
+    )
+    roles.assert_powerless()
+    roles.refresh(name)
+    with roles.connect(mallory) as conn:
+        assert_equal_to_query(conn, name, query)

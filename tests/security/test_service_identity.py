@@ -53,6 +53,14 @@ def test_a_temporary_view_does_not_take_the_place_of_a_system_catalog(roles: Rol
     roles.assert_withstands(name)
 
 
+@pytest.mark.parametrize("type_", ["text", "int8", "oid", "regclass"])
+def test_a_temporary_domain_does_not_take_the_place_of_a_type(roles: Roles, type_: str) -> None:
+    mallory = roles.mallory
+    domain = f"CREATE DOMAIN pg_temp.{type_} AS pg_catalog.{type_} CHECK ({mallory}.evil())"
+    body = f"IF to_regtype('pg_temp.{type_}') IS NULL THEN EXECUTE '{domain}'; END IF;"
+    roles.assert_withstands(create_hostile_table(roles, body))
+
+
 # Functions and an operator that statements of the service use without a schema.
 SHADOWS = """
 CREATE FUNCTION {schema}.clock_timestamp() RETURNS timestamptz LANGUAGE plpgsql AS
