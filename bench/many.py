@@ -18,7 +18,7 @@ from bench.measure import median, seconds, warm_up
 from bench.server import Bench
 from bench.tables import ms, table
 from bench.targets import Verdict
-from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.refresh.planning.programs import Plans
 
 WORKERS = 4

@@ -27,7 +27,7 @@ from pgtrickle.errors import (
     RefreshError,
     StreamTableNotFoundError,
 )
-from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.refresh.planning.compiled import Compiled
 from pgtrickle.refresh.planning.explain import explain_program
 from pgtrickle.refresh.progress import OnStep

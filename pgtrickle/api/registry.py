@@ -20,7 +20,7 @@ from pgtrickle.catalog.databases import (
 )
 from pgtrickle.catalog.install import require_installed
 from pgtrickle.errors import InvalidQueryError, PgtrickleError
-from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.sites.remote.connections import check_catalog, errors_naming
 from pgtrickle.sites.remote.databases import NotThereError
 

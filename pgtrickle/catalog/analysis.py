@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import psycopg
@@ -14,6 +12,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from sqlglot import exp
 
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.query.conditions import unwrap
 from pgtrickle.query.dialect import parse
 from pgtrickle.query.plan import Column, Relation, RelationColumn
@@ -21,14 +20,6 @@ from pgtrickle.query.types import PgType
 from pgtrickle.query.unsupported import Unsupported
 
 GONE = -1  # the attnum of a column that was dropped or retyped in its own database
-
-_QUERIES = files("pgtrickle.catalog") / "queries"
-
-
-@cache
-def load_query(name: str) -> sql.SQL:
-    """Load one of pgtrickle's SQL queries. It is read only once, so that a running service keeps the same text."""
-    return sql.SQL((_QUERIES / f"{name}.sql").read_text())
 
 
 @dataclass

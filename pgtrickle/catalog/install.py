@@ -13,7 +13,7 @@ from psycopg import sql
 from psycopg.rows import tuple_row
 
 from pgtrickle._version import __version__
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.catalog.scripts import FINAL, FUNCTIONS, MIGRATIONS, TEMPLATES, read_script
 from pgtrickle.catalog.trust import SCHEMAS
 from pgtrickle.errors import (

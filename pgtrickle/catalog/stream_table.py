@@ -11,11 +11,12 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.compile.sql_text import ident
 from pgtrickle.enums import Storage
 from pgtrickle.errors import PgtrickleError
+from pgtrickle.frontier.frontier import Frontier
 
 # The settings that _session_settings() records, and application_name, which identifies reads in the server's log.
 # Owners decide what is in the catalog's rows, so settings such as role or session_replication_role must not get from
@@ -91,6 +92,11 @@ class StreamTableRow:
                 "alter_stream_table(query => …) records them again.",
             )
         return {name: value for name, value in found.items() if name != "search_path"}
+
+    @property
+    def stored_frontier(self) -> Frontier | None:
+        """How far it has read its sources; None before the first refresh."""
+        return Frontier.from_json(self.frontier)
 
     @property
     def on_nodes(self) -> bool:

@@ -15,10 +15,10 @@ from pgtrickle.postgres.connection import another, is_pooled
 from pgtrickle.refresh.apply.writer import Diverged
 from pgtrickle.refresh.compute.computing import compute
 from pgtrickle.refresh.cut.cut import Cut
+from pgtrickle.refresh.pipeline import Pipeline
 from pgtrickle.refresh.progress import Progress
 from pgtrickle.refresh.recapture import altered_since, mark_reinit
 from pgtrickle.refresh.results import Outcome, RefreshResult
-from pgtrickle.refresh.runner import Runner
 from pgtrickle.refresh.stages import Claimed, Computed, Decided, Planned
 from pgtrickle.sites.protocol import Sites
 from pgtrickle.sites.stream_tables import StreamTable
@@ -32,7 +32,7 @@ class NotAtomicError(Exception):
 
 
 def refresh_atomically(
-    runner: Runner, levels: Sequence[Sequence[int]], before_commit: BeforeCommit | None = None
+    pipeline: Pipeline, levels: Sequence[Sequence[int]], before_commit: BeforeCommit | None = None
 ) -> Outcome | None:
     """Refresh all levels in one transaction, at the same snapshot. If one stream table fails, all of them do.
 
@@ -41,42 +41,42 @@ def refresh_atomically(
     refreshes level by level, each with its own commits.
     """
     ids = [id_ for level in levels for id_ in level]
-    if is_pooled(runner.conn):
+    if is_pooled(pipeline.conn):
         return None  # it takes a second connection to see whether partitions were attached or detached
-    claimed, taken = runner.claims.claim(ids, all_or_none=True)
+    claimed, taken = pipeline.claims.claim(ids, all_or_none=True)
     if taken:
         return Outcome(taken=taken)
-    progress = Progress(runner.conn, runner.on_step)
-    progress.claimed(claimed)
+    progress = Progress(pipeline.conn, pipeline.on_step)
+    progress.note_claims(claimed)
     outcome: Outcome | None = None
     with progress.resources:
         try:
             if any(table.row.st_placement != Storage.LOCAL or table.row.on_nodes for table in claimed):
                 raise NotAtomicError("what is written on other nodes is not seen before it is committed")
-            runner.check_parts(claimed, progress)
+            pipeline.check_parts(claimed, progress)
             _raise_first(claimed, progress)
-            sites = runner.sites_of(claimed)
-            results, computed = _Group(runner, sites, progress).refresh(levels, claimed, before_commit)
+            sites = pipeline.sites_of(claimed)
+            results, computed = _Group(pipeline, sites, progress).refresh(levels, claimed, before_commit)
             outcome = Outcome(results)
             progress.on_step("committed")
-            runner.finish(computed, sites)
+            pipeline.finish(computed, sites)
             return outcome
         except NotAtomicError:
             return None
         except Diverged as error:
             diverged = next(table for table in claimed if progress.failed.of(table) is error)
-            mark_reinit(runner.conn, diverged.row.pgt_id, str(error))
+            mark_reinit(pipeline.conn, diverged.row.pgt_id, str(error))
             progress.failed.forgive(diverged)
             return None
         except (psycopg.Error, PgtrickleError) as error:
-            if _lost(runner.conn):
+            if _lost(pipeline.conn):
                 raise
             _blame(claimed, error, progress)
         finally:
-            if outcome is None and not _lost(runner.conn):
+            if outcome is None and not _lost(pipeline.conn):
                 failed = [table for table in claimed if progress.failed.of(table) is not None]
-                runner.give_up(failed, progress, ids=ids)
-    _put_off(runner.conn, ids, list(progress.failed.errors))
+                pipeline.give_up(failed, progress, ids=ids)
+    _put_off(pipeline.conn, ids, list(progress.failed.errors))
     return Outcome(failures=dict(progress.failed.errors))
 
 
@@ -97,8 +97,8 @@ def _put_off(conn: psycopg.Connection[Any], ids: Sequence[int], failed: Sequence
 class _Group:
     """The stages of a group, all in one transaction."""
 
-    def __init__(self, runner: Runner, sites: Sites, progress: Progress) -> None:
-        self.runner = runner
+    def __init__(self, pipeline: Pipeline, sites: Sites, progress: Progress) -> None:
+        self.pipeline = pipeline
         self.sites = sites
         self.progress = progress
 
@@ -108,7 +108,7 @@ class _Group:
         """Refresh all levels; return their results."""
         results: list[RefreshResult] = []
         computed: list[Computed] = []
-        reading = self.runner.reading
+        reading = self.pipeline.reading
         planned = reading.planner.plan(claimed, self.sites, self.progress)
         _raise_first(claimed, self.progress)
         begin = time.monotonic()
@@ -132,9 +132,9 @@ class _Group:
 
     def _compute(self, tables: Sequence[Planned], cut: Cut, begin: float) -> list[Computed]:
         """Read and compute one level of the group."""
-        runner, progress = self.runner, self.progress
+        pipeline, progress = self.pipeline, self.progress
         try:
-            read = runner.reading.read_at(cut, tables, self.sites, progress, begin)
+            read = pipeline.reading.read_at(cut, tables, self.sites, progress, begin)
             _raise_first(tables, progress)
             if read.again or any(one.large is not None or one.decided.decision.retrack for one in read.fetched):
                 raise NotAtomicError(tables[0].row.label)
@@ -143,13 +143,13 @@ class _Group:
         except (psycopg.Error, PgtrickleError) as error:
             _blame(tables, error, progress)
             raise
-        row = runner.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
+        row = pipeline.conn.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()
         assert row is not None
         return [replace(table, transaction=row[0]) for table in computed]
 
     def _apply(self, table: Computed) -> RefreshResult:
         try:
-            return self.runner.apply(table, self.progress)
+            return self.pipeline.apply(table, self.progress)
         except (psycopg.Error, PgtrickleError) as error:
             self.progress.failed.add(error, [table])
             raise
@@ -161,7 +161,7 @@ class _Group:
         to a source, and that change must be read by a later refresh. Another connection looks for new partitions,
         because the snapshot of this one is too old to show them.
         """
-        conn = self.runner.conn
+        conn = self.pipeline.conn
         row = conn.execute(
             "SELECT count(*) FROM pgtrickle_changes.pgt_activity a WHERE a.xid = pg_current_xact_id()::text::bigint"
             " AND a.source_stable_name = ANY (%s) AND a.source_stable_name NOT IN (SELECT t.source_stable_name"

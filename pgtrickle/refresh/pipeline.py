@@ -1,174 +1,241 @@
-"""The refresh pipeline: claim → plan → cut → decide → fetch → compute → apply.
-
-All state that must survive is in the catalog. A process that dies between two steps leaves the stream table unchanged;
-the next refresh starts from the frontier that is stored with the rows.
-"""
+"""Running stream tables that do not read each other through the stages of a refresh."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psycopg
 
-from pgtrickle.catalog.problems import dropped
-from pgtrickle.catalog.stream_table import StreamTableRow, load_rows
-from pgtrickle.errors import PgtrickleError, StreamTableNotFoundError
-from pgtrickle.postgres.connection import pooled_for_now, trusting_only_catalog
+from pgtrickle.catalog.query_files import load_query
+from pgtrickle.errors import InvalidQueryError
+from pgtrickle.postgres.connection import idle
+from pgtrickle.postgres.fence import leave, write_as_owner
 from pgtrickle.refresh.apply.record import Recorder
-from pgtrickle.refresh.atomic_group import BeforeCommit, refresh_atomically
+from pgtrickle.refresh.apply.transaction import apply
+from pgtrickle.refresh.apply.writer import Diverged
 from pgtrickle.refresh.claim.claims import Claims
-from pgtrickle.refresh.claim.lease import BorrowedLease, Lease
-from pgtrickle.refresh.failures import Policy
-from pgtrickle.refresh.fetch.helper_process import HelperProcesses
-from pgtrickle.refresh.planning.planner import Planner
-from pgtrickle.refresh.planning.programs import Plans, Programs
-from pgtrickle.refresh.progress import OnStep
+from pgtrickle.refresh.compute.computing import compute
+from pgtrickle.refresh.planning.programs import Plans
+from pgtrickle.refresh.progress import OnStep, Progress, log
 from pgtrickle.refresh.reading import SnapshotReader
-from pgtrickle.refresh.recapture import mark_reinit
+from pgtrickle.refresh.recapture import altered_since, have_shards_moved, keeps_changing, mark_reinit, recapture
 from pgtrickle.refresh.results import Outcome, RefreshResult
-from pgtrickle.refresh.runner import Runner
-from pgtrickle.refresh.stages import Claimed
-from pgtrickle.sites.citus.cluster import Cluster
-from pgtrickle.sites.failures import Failures
+from pgtrickle.refresh.stages import Claimed, Computed, Decided
+from pgtrickle.sites.home_only import HomeOnly
 from pgtrickle.sites.outside import OutsideSites
-from pgtrickle.sites.remote.connections import Connections
-from pgtrickle.sites.remote.databases import RemoteDatabases
-from pgtrickle.sites.sets import Sets
+from pgtrickle.sites.protocol import Sites
+
+_UNDEFINED = (
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedFunction,
+    psycopg.errors.UndefinedObject,
+    psycopg.errors.InvalidSchemaName,
+)
 
 
-@dataclass
-class Engine:
-    """Refreshes the stream tables of one database over one connection."""
+@dataclass(frozen=True)
+class Pipeline:
+    """Runs stream tables through the stages, and cleans up after those that fail."""
 
     conn: psycopg.Connection[Any]
-    on_step: OnStep = lambda name: None
-    lease: Lease | BorrowedLease | None = None
-    policy: Policy = field(default_factory=Policy)
-    plans: Plans = field(default_factory=Plans)  # of this database; several engines may share them
-    connections: Connections = field(default_factory=Connections)  # to remote databases; all engines may share them
-    helpers: HelperProcesses | None = None  # processes that read many changes; all engines may share them
-    statements: list[str] = field(default_factory=list)  # that the last refresh sent to the sources
+    claims: Claims
+    reading: SnapshotReader
+    outside: OutsideSites
+    recorder: Recorder
+    on_step: OnStep
 
-    def __post_init__(self) -> None:
-        self.claims = Claims(self.conn, self.lease or Lease(self.conn))
-        self.programs = Programs(self.conn, self.plans)
-        self.remote = RemoteDatabases(self.conn, self.connections)
-        self.sets = Sets(self.remote)
-        self.cluster = Cluster(self.remote)
-        self.outside = OutsideSites(self.remote, self.cluster)
-        planner = Planner(self.conn, self.programs)
-        self.reading = SnapshotReader(self.conn, planner, self.statements, helpers=self.helpers)
+    @property
+    def plans(self) -> Plans:
+        return self.reading.planner.programs.plans
 
-    def refresh(
-        self, ids: Sequence[int], initiated_by: str = "MANUAL", *, may_be_dropped: bool = False
-    ) -> list[RefreshResult]:
-        """Refresh the given stream tables, sources before their readers.
+    def sites_of(self, tables: Iterable[Claimed]) -> Sites:
+        """The sites that take part in the refresh of these stream tables."""
+        if any(table.row.in_parts or table.row.on_citus for table in tables):
+            return self.outside
+        return HomeOnly()
 
-        Refreshes as many of them as possible, then raises the errors of the others.
-        """
-        names = self._names(ids)
-        outcome = self.attempt(ids, initiated_by)
-        outcome.raise_problems(len(ids))
-        results = {result.pgt_id: result for result in outcome.results}
-        for id_ in ids:
-            if id_ not in results and not may_be_dropped:
-                raise dropped(names.get(id_, f"stream table {id_}"))
-        return [results[id_] for id_ in ids if id_ in results]
+    def refresh_level(self, ids: Sequence[int], outcome: Outcome) -> None:
+        """Refresh stream tables that do not read each other. Those whose sources were altered are refreshed again."""
+        for is_last in (False, True):
+            ids = self._refresh_once(ids, outcome, is_last=is_last)
+            if not ids:
+                return
 
-    def attempt(
+    def _refresh_once(self, ids: Sequence[int], outcome: Outcome, *, is_last: bool) -> list[int]:
+        """Refresh with one cut, one Spark job and an apply for each; return the stream tables to be refreshed again."""
+        progress = Progress(self.conn, self.on_step)
+        claimed: list[Claimed] = []
+        applied: list[Computed] = []
+        again: list[int] = []
+        with progress.resources:
+            try:
+                claimed, taken = self.claims.claim(ids, all_or_none=False)
+                outcome.taken += taken
+                progress.note_claims(claimed)
+                sites = self.sites_of(claimed)
+                claimed = self._follow(claimed, sites, progress)
+                self.check_parts(claimed, progress)
+                fetched = self.reading.read(progress.failed.healthy(claimed), sites, progress)
+                stale = self._recapture_or_fail([table.decided for table in fetched], sites, progress, is_last=is_last)
+                again = list(dict.fromkeys(table.row.pgt_id for table in stale))
+                fetched = [table for table in fetched if table.row.pgt_id not in again]
+                computed = compute(progress.failed.healthy(fetched), progress)
+                del fetched  # frees the rows before the applies
+                sites.prove([table.decided for table in computed], progress.failed)
+                for table in progress.failed.healthy(computed):
+                    result = progress.attempt(table, partial(self.apply, table, progress))
+                    if result is not None:
+                        outcome.results.append(result)
+                        applied.append(table)
+                        progress.on_step("committed")
+                again += self._reinitialize_diverged(computed, progress, is_last=is_last)
+                again += self._retry_moved_shards(claimed, progress, is_last=is_last)
+            except BaseException as error:
+                done = {table.row.pgt_id for table in applied}
+                self.give_up([one for one in claimed if one.row.pgt_id not in done], progress, error, ids)
+                raise
+        failed = [table for table in claimed if progress.failed.of(table) is not None]
+        self.give_up(failed, progress)
+        outcome.failures |= {table.row.pgt_id: progress.failed.errors[table.row.pgt_id] for table in failed}
+        outcome.names |= {table.row.pgt_id: table.row.label for table in failed}
+        self.finish(applied, sites)
+        return again
+
+    def apply(self, table: Computed, progress: Progress) -> RefreshResult:
+        """Apply the delta of one stream table."""
+        phases = progress.phases[table.row.pgt_id]
+        result = apply(self.conn, table, phases, self.recorder, progress.on_step)
+        progress.reached(
+            "apply", table, action=result.action, inserted=result.rows_inserted, deleted=result.rows_deleted
+        )
+        return result
+
+    def _follow(self, claimed: Sequence[Claimed], sites: Sites, progress: Progress) -> list[Claimed]:
+        """The stream tables, bound again to sources that have changed their site."""
+        rows = sites.follow_placements(claimed, progress.failed)
+        for pgt_id in rows:
+            self.plans.forget(pgt_id)
+        return [replace(table, row=rows.get(table.row.pgt_id, table.row)) for table in claimed]
+
+    def _recapture_or_fail(
+        self, tables: Sequence[Decided], sites: Sites, progress: Progress, *, is_last: bool
+    ) -> list[Decided]:
+        """Stream tables to be read again, because capture had to be adapted or their sources were altered meanwhile."""
+        tables = progress.failed.healthy(tables)
+        found = [] if is_last else recapture(self.conn, tables, sites, self.plans, progress)
+        ids = {table.row.pgt_id for table in found}
+        rest = [table for table in progress.failed.healthy(tables) if table.row.pgt_id not in ids]
+        altered = [*altered_since(self.conn, rest), *sites.altered(rest, progress.failed)]
+        if is_last and altered:
+            for table in altered:
+                error = keeps_changing(f"partitions, shards or capture triggers below {table.row.label}")
+                progress.failed.add(error, [table])
+            return found
+        return [*found, *progress.failed.healthy(altered)]
+
+    def _reinitialize_diverged(self, tables: Sequence[Computed], progress: Progress, *, is_last: bool) -> list[int]:
+        """Stream tables that do not hold the rows they should, to be re-initialized at once."""
+        found = [table for table in tables if isinstance(progress.failed.of(table), Diverged)]
+        if is_last:
+            return []
+        for table in found:
+            mark_reinit(self.conn, table.row.pgt_id, str(progress.failed.of(table)))
+            progress.failed.forgive(table)
+        return [table.row.pgt_id for table in found]
+
+    def _retry_moved_shards(self, tables: Sequence[Claimed], progress: Progress, *, is_last: bool) -> list[int]:
+        """Stream tables that failed because shards were moved away while they were read, to be read again once."""
+        again = []
+        for table in tables:
+            decided = progress.decided.get(table.row.pgt_id)
+            if progress.failed.of(table) is None or decided is None or table.row.pgt_id in progress.staged:
+                continue
+            if have_shards_moved(self.conn, decided):
+                progress.failed.forgive(table)
+                if is_last:
+                    progress.failed.add(keeps_changing(f"shards below {table.row.label}"), [table])
+                else:
+                    again.append(table.row.pgt_id)
+        return again
+
+    def give_up(
         self,
-        ids: Sequence[int],
-        initiated_by: str,
-        *,
-        atomic: bool = False,
-        before_commit: BeforeCommit | None = None,
-        on_step: OnStep | None = None,
-    ) -> Outcome:
-        """Refresh the stream tables that no other process has claimed.
+        tables: Sequence[Claimed],
+        progress: Progress,
+        cause: BaseException | None = None,
+        ids: Sequence[int] = (),
+    ) -> None:
+        """Release the claims and record the failures.
 
-        If one fails, the others are refreshed all the same, including those that read it. With `atomic`, all are
-        refreshed in one transaction if that is possible this time, so that readers see all of them before the refresh
-        or all after it. Only then is `before_commit` called, in that transaction and its snapshot.
+        If the connection is lost, neither happens, and the next process takes over.
         """
-        self.statements.clear()
-        recorder = Recorder(initiated_by, self.policy)
-        runner = Runner(self.conn, self.claims, self.reading, self.outside, recorder, on_step or self.on_step)
-        with self.claims.lease.kept(), trusting_only_catalog(self.conn), pooled_for_now(self.conn):
-            levels = self._levels(ids)
-            if atomic and (len(ids) > 1 or before_commit is not None):
-                result = refresh_atomically(runner, levels, before_commit)
-                if result is not None:
-                    self._name_failures(result)
-                    return replace(result, atomic=True)
-            outcome = Outcome()
-            for level in levels:
-                try:
-                    runner.refresh_level(level, outcome)
-                except (psycopg.Error, PgtrickleError) as error:
-                    if self.conn.broken or self.conn.closed:
-                        raise
-                    done = {result.pgt_id for result in outcome.results}
-                    outcome.failures |= {id_: error for id_ in level if id_ not in done}
-            self._name_failures(outcome)
-            return outcome
-
-    def _name_failures(self, outcome: Outcome) -> None:
-        """Add the names of stream tables that failed, and replace the errors of those that were dropped meanwhile."""
-        if not outcome.failures:
+        if (not tables and not ids) or self.conn.broken or self.conn.closed:
             return
-        found = self._names(list(outcome.failures))
-        outcome.names |= found
-        for id_ in outcome.failures.keys() - found.keys():
-            outcome.failures[id_] = dropped(outcome.names.get(id_, f"stream table {id_}"))
+        with idle(self.conn) as conn:
+            for table in tables:
+                error = self._with_search_path(table, progress.failed.of(table))
+                if error is not None:
+                    progress.failed.add(error, [table])
+                if table.row.pgt_id in progress.staged:
+                    progress.staged[table.row.pgt_id].drop(conn)
+                progress.reached("failed", table, error=type(error or cause).__name__)
+                try:
+                    self.recorder.record_failure(conn, table, error or cause)
+                except psycopg.errors.LockNotAvailable:  # held by its owner, for example; the others must not wait
+                    log.warning("a failure cannot be recorded", extra={"stream_table": table.row.label})
+                    continue
+                problem = progress.failed.problems.get(table.row.pgt_id)
+                if problem is not None:
+                    conn.execute(
+                        "UPDATE pgtrickle.pgt_stream_tables SET status = 'SUSPENDED', status_reason = %s"
+                        " WHERE pgt_id = %s",
+                        (problem, table.row.pgt_id),
+                    )
+            self.claims.release(conn, ids)  # also those taken when an interruption came during the claim
 
-    def _names(self, ids: Sequence[int]) -> dict[int, str]:
-        """The names of stream tables, quoted as in SQL, by id."""
-        query = "SELECT pgt_id, format('%%I.%%I', pgt_schema, pgt_name) FROM pgtrickle.pgt_stream_tables"
-        return dict(self.conn.execute(f"{query} WHERE pgt_id = ANY (%s)", (list(ids),)).fetchall())
+    def _with_search_path(self, table: Claimed, error: Exception | None) -> Exception | None:
+        """The error of a refresh. If a function of the query may have missed a name, it explains its search_path."""
+        compiled = self.plans.compiled.get(table.row.pgt_id)
+        if not isinstance(error, _UNDEFINED) or compiled is None or not compiled.own_code:
+            return error
+        path = table.row.session_settings.get("search_path")
+        clear = InvalidQueryError(
+            f"{table.row.label} cannot be refreshed: {error.diag.message_primary or error}",
+            "A refresh runs the functions of a query with search_path = pg_catalog, pg_temp. If one of them names it,"
+            f" write the schema before it, or ALTER FUNCTION ... SET search_path = {path};",
+        )
+        clear.__cause__ = error
+        return clear
 
-    def subscribe(self, pgt_id: int) -> None:
-        """Start capture of the changes that a stream table reads in remote databases."""
-        table = Claimed(self.row(pgt_id), 0)
-        failed = Failures()
-        self.remote.subscribe(table, {source.relid for source in self.remote.sources([table.row])}, failed)
-        error = failed.of(table)
-        if error is not None:
-            raise error
+    def check_parts(self, tables: Sequence[Claimed], progress: Progress) -> None:
+        """Let stream tables fail that lack a part or a right. `give_up()` suspends them: a retry cannot help."""
+        for table in progress.failed.healthy(tables):
+            if table.row.problem is not None:
+                progress.failed.suspend(table, table.row.problem)
+            elif table.row.outdated:
+                progress.attempt(table, partial(self._renew_functions, table.row.pgt_id))
 
-    def rows(self, ids: Sequence[int] | None = None) -> list[StreamTableRow]:
-        """The catalog rows of the given stream tables, or of all."""
-        with trusting_only_catalog(self.conn):
-            return load_rows(self.conn, ids)
+    def _renew_functions(self, pgt_id: int) -> None:
+        """Replace owner functions that an earlier version made. The old functions run the commands, as the owner."""
+        with self.conn.transaction():
+            rows = self.conn.execute("SELECT pgtrickle._renew_owner_functions(%s)", (pgt_id,)).fetchall()
+            for (command,) in rows:
+                write_as_owner(self.conn, pgt_id, command, None, {})
+            self.conn.execute("SELECT pgtrickle._end_renewal(%s)", (pgt_id,))
+            leave(self.conn, {}, ddl=True)
 
-    def row(self, pgt_id: int, name: str | None = None) -> StreamTableRow:
-        """The catalog row of one stream table; `name` is for the error if it was dropped meanwhile."""
-        rows = self.rows([pgt_id])
-        if not rows:
-            raise StreamTableNotFoundError(f"{name or f'stream table {pgt_id}'} was dropped by another transaction")
-        return rows[0]
-
-    def mark_reinit(self, pgt_id: int, reason: str) -> None:
-        """Let the next refresh re-initialize a stream table."""
-        mark_reinit(self.conn, pgt_id, reason)
-
-    def claim(self, ids: Sequence[int], *, all_or_none: bool) -> tuple[list[Claimed], list[str]]:
-        """The stream tables that could be claimed, and the names of the others."""
-        with trusting_only_catalog(self.conn):
-            return self.claims.claim(ids, all_or_none=all_or_none)
-
-    def _levels(self, ids: Sequence[int]) -> list[list[int]]:
-        """The stream tables by level: those of one level do not read each other, and sources come before readers."""
-        edges = self.conn.execute(
-            "SELECT d.pgt_id, u.pgt_id FROM pgtrickle.pgt_dependencies d"
-            " JOIN pgtrickle.pgt_stream_tables u ON u.pgt_relid = coalesce(d.through, d.source_relid)"
-            " WHERE d.pgt_id = ANY (%s)",
-            (list(ids),),
-        ).fetchall()
-        depth = dict.fromkeys(ids, 0)
-        for _ in ids:
-            for reader, source in edges:
-                if source in depth:
-                    depth[reader] = max(depth[reader], depth[source] + 1)
-        return [[id_ for id_ in ids if depth[id_] == level] for level in range(max(depth.values(), default=-1) + 1)]
+    def finish(self, tables: Sequence[Computed], sites: Sites) -> None:
+        """After the applies: stretch schedules that are too short, and purge changes that all readers have applied."""
+        if tables and self.recorder.policy.backoff:
+            seconds = time.monotonic() - min(table.decided.claimed.started for table in tables)
+            parameters = {"ids": [table.row.pgt_id for table in tables], "seconds": seconds}
+            self.conn.execute(load_query("stretch"), parameters)
+        decided = [table.decided for table in tables]
+        sources = [source for table in decided for source in table.sources if not source.database]
+        for name in sorted({source.stable_name for source in sources if source.stable_name}):
+            self.conn.execute("SELECT pgtrickle._purge(%s)", (name,))
+        sites.finish(decided)

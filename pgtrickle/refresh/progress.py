@@ -7,16 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 
-from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.refresh.apply.load import Staged
 from pgtrickle.refresh.results import Phases
 from pgtrickle.refresh.stages import Claimed, Decided
 from pgtrickle.sites.failures import Failures
+from pgtrickle.sites.stream_tables import StreamTable
 
 log = logging.getLogger("pgtrickle.refresh")
 
@@ -24,13 +24,6 @@ T = TypeVar("T")
 
 # Called with the name of each step when it is reached. Tests use it to stop a process there.
 OnStep = Callable[[str], None]
-
-
-class _Staged(Protocol):
-    """A stream table after any stage."""
-
-    @property
-    def row(self) -> StreamTableRow: ...
 
 
 @dataclass
@@ -46,8 +39,8 @@ class Progress:
     staged: dict[int, Staged] = field(default_factory=dict)  # deltas in tables of their own
     resources: ExitStack = field(default_factory=ExitStack)  # to be released when the refresh ends
 
-    def attempt(self, table: _Staged, step: Callable[[], T]) -> T | None:
-        """The result of a step for one stream table. If it fails, the others go on without that one."""
+    def attempt(self, table: StreamTable, step: Callable[[], T]) -> T | None:
+        """The result of a step for one stream table; None if it fails. The others go on without it."""
         try:
             return step()
         except Exception as error:
@@ -58,13 +51,13 @@ class Progress:
             self.failed.add(error, [table])
             return None
 
-    def claimed(self, tables: Iterable[Claimed]) -> None:
+    def note_claims(self, tables: Iterable[Claimed]) -> None:
         """Note the claims, which identify the refreshes in the log."""
         for table in tables:
             self.tokens[table.row.pgt_id] = table.token
             self.reached("claim", table, mode=table.row.refresh_mode)
 
-    def reached(self, stage: str, table: _Staged, **figures: object) -> None:
+    def reached(self, stage: str, table: StreamTable, **figures: object) -> None:
         """Log that a stream table has passed a stage."""
         if not log.isEnabledFor(logging.DEBUG):
             return

@@ -13,10 +13,10 @@ from typing import Any
 import psycopg
 
 from pgtrickle.errors import SourceChangedError
-from pgtrickle.refresh.cut.at_cut import look
 from pgtrickle.refresh.cut.cut import Cut, take_cut
+from pgtrickle.refresh.cut.inspection import inspect
 from pgtrickle.refresh.decide.decider import Decider
-from pgtrickle.refresh.fetch.fetching import Announced, Fetching
+from pgtrickle.refresh.fetch.fetch_stage import Announced, FetchStage
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
 from pgtrickle.refresh.planning.job_planner import JobPlanner
 from pgtrickle.refresh.planning.planner import Planner
@@ -95,7 +95,7 @@ class SnapshotReader:
 
         Yields the stream tables with the rows that they have then.
         """
-        rows = sites.redirect(planned, progress.failed)
+        rows = sites.resolve_redirected(planned, progress.failed)
         planned = [table.with_row(rows.get(table.row.pgt_id, table.row)) for table in planned]
         with sites.cut(progress.failed.healthy(planned), progress.failed) as others:
             planned = progress.failed.healthy(planned)
@@ -107,28 +107,28 @@ class SnapshotReader:
 
     def read_at(self, cut: Cut, planned: Sequence[Planned], sites: Sites, progress: Progress, begin: float) -> Read:
         """Read in the snapshot of a cut that was begun at `begin`."""
-        found = look(cut, planned, self.planner, progress)
+        found = inspect(cut, planned, self.planner, progress)
         tables = found.at_cut
         read = Read(outdated=list(found.outdated))
         if not tables:
             return read
         readers_of = Counter(one.relid for table in tables for one in table.sources if one.changed)
         decider = Decider(cut, JobPlanner(self.conn, self.planner.programs.plans))
-        fetching = Fetching(self.conn, cut, decider, progress, self.statements, self.large, self.helpers, readers_of)
+        stage = FetchStage(self.conn, cut, decider, progress, self.statements, self.large, self.helpers, readers_of)
         cut_done = time.monotonic()
         announced: list[Announced] = []
         for table in tables:
-            one = progress.attempt(table, partial(_announce, table, decider, fetching, progress))
+            one = progress.attempt(table, partial(_announce, table, decider, stage, progress))
             if one is not None and one.is_complete:
                 announced.append(one)
             elif progress.failed.of(table) is None:
                 read.incomplete.append(table)
         prepared = time.monotonic()
-        fetching.read_together(announced, brokered=sites.brokered)
+        stage.read_together(announced, brokered=sites.brokered)
         together = (time.monotonic() - prepared) / len(tables)
         for one in announced:
             started = time.monotonic()
-            fetched = progress.attempt(one, partial(fetching.fetch, one))
+            fetched = progress.attempt(one, partial(stage.fetch, one))
             progress.phases[one.row.pgt_id].fetch = time.monotonic() - started + together
             if fetched is not None:
                 read.fetched.append(fetched)
@@ -140,18 +140,18 @@ class SnapshotReader:
             phases.plan += (prepared - cut_done) / len(tables)
             phases.cut = (cut_done - begin) / len(tables)
         progress.on_step("fetch")
-        read.wanted = fetching.wanted
+        read.wanted = stage.wanted
         return read
 
 
-def _announce(table: AtCut, decider: Decider, fetching: Fetching, progress: Progress) -> Announced | None:
+def _announce(table: AtCut, decider: Decider, stage: FetchStage, progress: Progress) -> Announced | None:
     """Decide on the action of a refresh, and announce what it reads; None if that takes databases that were not cut."""
     if _has_come_meanwhile(table):
         return None
     decided = decider.decide(table)
     progress.decided[table.row.pgt_id] = decided
     progress.reached("decide", table, action=decided.decision.action, mode=decided.decision.mode)
-    return fetching.announce(decided)
+    return stage.announce(decided)
 
 
 def _has_come_meanwhile(table: AtCut) -> bool:

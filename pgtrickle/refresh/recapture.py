@@ -8,7 +8,6 @@ from typing import Any
 import psycopg
 
 from pgtrickle.errors import SourceChangedError, SourceLockedError
-from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.postgres.fence import run_as_owner
 from pgtrickle.refresh.planning.programs import Plans
 from pgtrickle.refresh.progress import Progress
@@ -25,7 +24,7 @@ def recapture(
     """
     found = []
     for table in tables:
-        known = Frontier.from_json(table.row.frontier)
+        known = table.row.stored_frontier
         stale = set(table.decision.retrack)
         if known is None:  # nothing was read yet: capture is as it should be, unless it is missing
             stale &= {source.relid for source in table.sources if not source.attached or source.lacking}

@@ -86,7 +86,7 @@ class AtCut:
     @property
     def windows(self) -> dict[str, Snapshot]:
         """For each database the stored frontier's snapshot; the changes to read are those that it does not see."""
-        known = Frontier.from_json(self.row.frontier)
+        known = self.row.stored_frontier
         if known is None:
             return {}
         return {"": known.snapshot} | {name: one.snapshot for name, one in known.databases.items()}
@@ -106,6 +106,10 @@ class Decided:
     @property
     def row(self) -> StreamTableRow:
         return self.at_cut.row
+
+    @property
+    def claimed(self) -> Claimed:
+        return self.at_cut.planned.claimed
 
     @property
     def sources(self) -> tuple[Source, ...]:

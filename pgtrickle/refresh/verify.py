@@ -25,9 +25,9 @@ from pgtrickle.postgres import fence
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import set_local
 from pgtrickle.query.nondeterminism import nondeterministic_part
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.refresh.failures import LONGEST_MESSAGE
-from pgtrickle.refresh.fetch.fetching import TRANSPORT
-from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.fetch.fetch_stage import TRANSPORT
 from pgtrickle.refresh.stages import Computed
 
 ATTEMPTS = 5

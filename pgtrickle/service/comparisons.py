@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.service.obstacles import is_explained
 from pgtrickle.service.pool import Pool
 from pgtrickle.service.scheduling.fair_queue import Task

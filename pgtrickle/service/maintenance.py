@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.postgres.connection import limit_waits
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, RETRIED, Kind, kind_of
 from pgtrickle.service.remote_watch import RemoteWatch

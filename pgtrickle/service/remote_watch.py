@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import psycopg
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.sites.remote.connections import Connections
 

@@ -17,8 +17,8 @@ import psycopg
 from psycopg.rows import class_row, dict_row
 from psycopg.types.json import Jsonb
 
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.postgres.connection import be_pooled, limit_waits
 from pgtrickle.refresh.claim.lease import Lease
 from pgtrickle.service.activity import ServerActivity

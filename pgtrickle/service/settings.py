@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from psycopg.rows import dict_row
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.refresh.failures import Policy
 from pgtrickle.service.scheduling.fair_queue import Share

@@ -14,12 +14,12 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.postgres.connection import be_pooled
 from pgtrickle.refresh.claim.lease import BorrowedLease
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.refresh.failures import LONGEST_MESSAGE, is_retried, kind_of
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
-from pgtrickle.refresh.pipeline import Engine
 from pgtrickle.refresh.planning.programs import Plans
 from pgtrickle.refresh.results import Outcome
 from pgtrickle.refresh.verify import Verification, answer_requests

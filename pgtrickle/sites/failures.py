@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from pgtrickle.catalog.problems import lacking
-from pgtrickle.catalog.stream_table import StreamTableRow
+from pgtrickle.sites.stream_tables import StreamTable
 
-
-class _OfStreamTable(Protocol):
-    @property
-    def row(self) -> StreamTableRow: ...
-
-
-S = TypeVar("S", bound=_OfStreamTable)
+S = TypeVar("S", bound=StreamTable)
 
 
 @dataclass
@@ -25,20 +19,21 @@ class Failures:
     errors: dict[int, Exception] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)  # for which a stream table is suspended
 
-    def add(self, error: Exception, values: Iterable[_OfStreamTable]) -> None:
+    def add(self, error: Exception, values: Iterable[StreamTable]) -> None:
         """Let these stream tables fail with an error."""
         self.errors |= {value.row.pgt_id: error for value in values}
 
-    def suspend(self, value: _OfStreamTable, problem: str) -> None:
+    def suspend(self, value: StreamTable, problem: str) -> None:
         """Let a stream table fail because a part or a right is missing, which a retry cannot help."""
         self.errors[value.row.pgt_id] = lacking(value.row.label, problem)
         self.problems[value.row.pgt_id] = problem
 
-    def forgive(self, value: _OfStreamTable) -> None:
+    def forgive(self, value: StreamTable) -> None:
         """Let the stream table take part again."""
         self.errors.pop(value.row.pgt_id, None)
+        self.problems.pop(value.row.pgt_id, None)
 
-    def of(self, value: _OfStreamTable) -> Exception | None:
+    def of(self, value: StreamTable) -> Exception | None:
         return self.errors.get(value.row.pgt_id)
 
     def healthy(self, values: Iterable[S]) -> list[S]:

@@ -33,7 +33,7 @@ class OutsideSites:
     def brokered(self) -> bool:
         return self._remote.brokers is not None
 
-    def follow(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+    def follow_placements(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
         """Bind stream tables again whose sources Citus has placed elsewhere; return their new catalog rows."""
         if not any(table.row.on_citus for table in tables):
             return {}
@@ -77,8 +77,8 @@ class OutsideSites:
         ).fetchall()
         failed.add(error, [table for table in tables if (table.row.pgt_id,) in distributed])
 
-    def redirect(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
-        databases = self._cuts.follow(tables, failed)
+    def resolve_redirected(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+        databases = self._cuts.resolve_redirected(tables, failed)
         rows = {table.row.pgt_id: table.row for table in tables}
         return {pgt_id: replace(rows[pgt_id], databases=names) for pgt_id, names in databases.items()}
 

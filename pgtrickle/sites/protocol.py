@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pgtrickle.catalog.stream_table import StreamTableRow
-from pgtrickle.sites.broker import Interest
 from pgtrickle.sites.failures import Failures
 from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.shared_cut import Interest
 from pgtrickle.sites.stream_tables import CutStreamTable, PlannedStreamTable, RemoteReading, StreamTable
 
 C = TypeVar("C", bound=CutStreamTable)
@@ -36,7 +36,9 @@ class SiteCuts:
 class Sites(Protocol):
     """The sites of the sources of some stream tables.
 
-    A stream table that fails because of a site is added to `failed`; the others go on.
+    A stream table that fails because of a site is added to `failed`; the others go on. A refresh calls, in this order:
+    `follow_placements`, then for each cut `resolve_redirected`, `cut`, `want` and, if plans were outdated, `realign`; then
+    `recapture`, `altered` and `prove`; and after the applies `finish`.
     """
 
     @property
@@ -44,11 +46,11 @@ class Sites(Protocol):
         """Whether changes may be taken from brokers."""
         ...
 
-    def follow(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+    def follow_placements(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
         """Bind stream tables again whose sources are at another site than before; return their new catalog rows."""
         ...
 
-    def redirect(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+    def resolve_redirected(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
         """Resolve foreign tables that stand for other tables than before; return the new rows of their readers."""
         ...
 
@@ -77,5 +79,5 @@ class Sites(Protocol):
         ...
 
     def finish(self, tables: Sequence[CutStreamTable]) -> None:
-        """After the applies: purge changes that all readers have applied."""
+        """Purge changes that all readers have applied, and remember the state of the sites."""
         ...

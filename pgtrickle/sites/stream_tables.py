@@ -63,5 +63,5 @@ class CutStreamTable(StreamTable, Protocol):
 
 def known_of(row: StreamTableRow, database: str) -> Reflected | None:
     """The stored frontier's entry for a remote database."""
-    frontier = Frontier.from_json(row.frontier)
+    frontier = row.stored_frontier
     return frontier.databases.get(database) if frontier is not None else None

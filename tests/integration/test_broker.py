@@ -11,7 +11,7 @@ import pytest
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.frontier.snapshot import Snapshot
-from pgtrickle.sites.broker import SharedChanges
+from pgtrickle.sites.shared_cut import SharedChanges
 from tests.support.hub import QUERIES, Hub, hub_with
 from tests.support.service import running_service, until
 

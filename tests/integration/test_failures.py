@@ -11,7 +11,7 @@ import pytest
 from psycopg import sql
 
 import pgtrickle
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from tests.support.database import APP_ROLE, TestDatabase
 from tests.support.service import fresh, running_service, until
 

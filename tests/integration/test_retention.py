@@ -13,8 +13,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.install import install
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from tests.support.database import TestDatabase

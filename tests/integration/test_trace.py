@@ -15,7 +15,7 @@ NOT_IN_USE = (
     "sites/remote/",
     "sites/citus/",
     "sites/outside.py",
-    "sites/broker.py",
+    "sites/shared_cut.py",
     "sites/sets.py",
     "refresh/apply/citus_tables.py",
     "refresh/compute/large.py",
@@ -47,4 +47,4 @@ def test_a_plain_refresh_touches_no_other_site(
     with capsys.disabled():
         print(f"\n{trace}")
     assert not outside(trace)
-    assert {"refresh/runner.py", "sites/home.py"} <= trace.calls.keys(), "the trace sees what runs"
+    assert {"refresh/pipeline.py", "sites/home_only.py"} <= trace.calls.keys(), "the trace sees what runs"

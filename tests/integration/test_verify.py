@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import pgtrickle
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.cli.diagnostics import find_problems
 from pgtrickle.cli.main import cli
 from pgtrickle.errors import PgtrickleError

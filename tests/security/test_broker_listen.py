@@ -20,7 +20,7 @@ from pgtrickle.service.broker.broker import Broker
 from pgtrickle.service.broker.flight import request_shared_cut
 from pgtrickle.service.config import BrokerConfig, ConfigError, ServerConfig, ServiceConfig, load_config
 from pgtrickle.service.service import Service
-from pgtrickle.sites.broker import SharedCut
+from pgtrickle.sites.shared_cut import SharedCut
 from tests.support.database import APP_ROLE
 from tests.support.hub import Hub, hub_with
 from tests.support.service import until

@@ -23,9 +23,9 @@ from pgtrickle.query.budget import OverBudget
 from pgtrickle.query.dialect import MOST_CHARACTERS, parse
 from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh import verify
-from pgtrickle.refresh.fetch.fetching import Fetching
+from pgtrickle.refresh.engine import Engine
+from pgtrickle.refresh.fetch.fetch_stage import FetchStage
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
-from pgtrickle.refresh.pipeline import Engine
 from tests.security.registered import registered
 from tests.security.roles import Roles, Worker
 from tests.security.test_fair_share import HOLD, KEY
@@ -270,7 +270,7 @@ def test_stream_tables_that_are_read_together_do_not_fill_the_memory(
     alice, m = roles.alice, roles.mallory
     monkeypatch.setattr(copying, "MOST_BYTES", 1_000_000)
     monkeypatch.setattr(copying, "SMALL_BYTES", 50_000)
-    monkeypatch.setattr(Fetching, "_fetch", Fetching._read)  # the error stays
+    monkeypatch.setattr(FetchStage, "_fetch", FetchStage._read)  # the error stays
     roles.sql(m, f"CREATE TABLE {m}.one (id int PRIMARY KEY)", f"INSERT INTO {m}.one VALUES (1)")
     traps = [roles.create(m, f"trap{i}", f"SELECT id, repeat('x', {600_000 + i}) AS x FROM {m}.one") for i in range(4)]
     mine = roles.create(alice, "mine", f"SELECT id, kind FROM {alice}.orders")

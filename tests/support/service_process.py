@@ -30,7 +30,7 @@ import sys
 import threading
 from functools import partial
 from pgtrickle.cli.main import main
-from pgtrickle.refresh.pipeline import Engine
+from pgtrickle.refresh.engine import Engine
 from pgtrickle.service import worker
 step = sys.argv.pop(1)
 first = threading.Lock()

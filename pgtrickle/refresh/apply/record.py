@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from psycopg.types.json import Jsonb
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.enums import Action
 from pgtrickle.errors import FuseBlownError, KeyLostError
 from pgtrickle.postgres.transactions import ROW_LOCK_TIMEOUT, set_local
@@ -60,7 +60,7 @@ class Recorder:
             "deleted": deleted,
             "phases": Jsonb(phases.seconds()),
             "by": self.initiated_by,
-            "seconds": time.monotonic() - decided.at_cut.planned.claimed.started,
+            "seconds": time.monotonic() - decided.claimed.started,
             "sources": [source.relid for source in decided.sources],
             "signatures": [source.signature for source in decided.sources],
         }

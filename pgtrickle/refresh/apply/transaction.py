@@ -56,7 +56,6 @@ def apply(
         if not row.own:
             fence.leave(conn, outside, ddl=placed is not row)
         on_step("commit")
-    on_step("committed")
     return result
 
 
@@ -74,7 +73,7 @@ def _settings(computed: Computed, recorder: Recorder) -> dict[str, str]:
 
 
 def _token(computed: Computed) -> int:
-    return computed.decided.at_cut.planned.claimed.token
+    return computed.decided.claimed.token
 
 
 def _take(conn: psycopg.Connection[Any], computed: Computed) -> None:

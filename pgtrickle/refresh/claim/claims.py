@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.catalog.stream_table import load_rows
 from pgtrickle.postgres.connection import be_pooled
 from pgtrickle.refresh.claim.lease import BorrowedLease, Lease

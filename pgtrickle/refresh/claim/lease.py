@@ -16,7 +16,7 @@ from typing import Any, Literal
 import psycopg
 
 from pgtrickle._version import __version__
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.postgres.connection import another
 
 SECONDS = 30.0

@@ -49,7 +49,7 @@ def _compute_large(table: Fetched, progress: Progress) -> dict[int, Delta | None
     assert table.large is not None
     started = time.monotonic()
     progress.on_step("spark")
-    stage = f"stage_{pgt_id}_{table.decided.at_cut.planned.claimed.token}"
+    stage = f"stage_{pgt_id}_{table.decided.claimed.token}"
     try:
         delta = table.large.compute(job, stage)
     except RefreshError as error:

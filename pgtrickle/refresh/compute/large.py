@@ -22,7 +22,7 @@ from psycopg.conninfo import make_conninfo
 from pyspark import StorageLevel
 from pyspark.sql import DataFrame, functions
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.frontier.snapshot import Snapshot

@@ -16,7 +16,7 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.errors import RefreshError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.postgres.transactions import (
@@ -39,7 +39,7 @@ class Cut:
     snapshot: Snapshot
     time: datetime
     # Views that could not be locked and so must not be read; None if another session holds a conflicting lock.
-    locked: Mapping[str, Exception | None]
+    unavailable: Mapping[str, Exception | None]
     merge_mb: str  # memory for sorts and hashes of an apply
     writes: bool = False  # the cut's transaction also writes, which other connections do not see
     others: Mapping[str, RemoteCut] = field(default_factory=dict)  # cuts of remote databases, by name
@@ -68,7 +68,7 @@ def take_cut(
         conn.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, {}").format(sql.SQL(mode)))
         timeout = HURRIED_LOCK_TIMEOUT if hurried else CUT_LOCK_TIMEOUT if len(views) == 1 else SHARED_LOCK_TIMEOUT
         limit_cut(conn, timeout)
-        locked = _lock(conn, views)
+        unavailable = _lock(conn, views)
         with conn.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(load_query("cut"), {"lock_timeout": CUT_LOCK_TIMEOUT}).fetchone()
         assert row is not None
@@ -85,7 +85,7 @@ def take_cut(
             row["node"],
             Snapshot.parse(row["snapshot"]),
             row["cut_time"],
-            locked,
+            unavailable,
             row["merge_mb"],
             writes,
             shards=shards_here(conn, spread) if spread else {},
@@ -110,18 +110,18 @@ def _lock(conn: psycopg.Connection[Any], views: Sequence[str]) -> dict[str, Exce
             raise
     else:
         return {}
-    locked: dict[str, Exception | None] = {}
+    unavailable: dict[str, Exception | None] = {}
     for view in views:
         try:
             with conn.transaction():
                 _lock_all(conn, [view], "NOWAIT")
         except psycopg.errors.LockNotAvailable:
-            locked[view] = None
+            unavailable[view] = None
         except psycopg.Error as error:
             if conn.broken or conn.closed:
                 raise
-            locked[view] = error
-    return locked
+            unavailable[view] = error
+    return unavailable
 
 
 def _lock_all(conn: psycopg.Connection[Any], views: Sequence[str], wait: str = "") -> None:

@@ -10,14 +10,14 @@ import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.frontier.frontier import Frontier
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
-from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.remote.cut import RemoteCut
+from pgtrickle.sites.shared_cut import SharedCut
 from pgtrickle.sites.source import ForeignSource, Source
 
 Probe = tuple[str, Snapshot]

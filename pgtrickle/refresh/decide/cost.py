@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.enums import Action, RefreshMode
 from pgtrickle.errors import FuseBlownError
@@ -19,8 +19,8 @@ from pgtrickle.frontier.window import since
 from pgtrickle.refresh.cut.cut import Cut
 from pgtrickle.refresh.decide.decision import Decision
 from pgtrickle.refresh.stages import AtCut, Decided
-from pgtrickle.sites.broker import SharedChanges
 from pgtrickle.sites.citus.shards import Shards
+from pgtrickle.sites.shared_cut import SharedChanges
 from pgtrickle.sites.source import Source
 
 WORTH_COUNTING = 1 << 20  # bytes of change buffers from which on their rows are counted

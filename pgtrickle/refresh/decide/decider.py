@@ -84,7 +84,7 @@ def _check_key(at_cut: AtCut) -> None:
 def _as_far_as_read(at_cut: AtCut, decision: Decision) -> Frontier:
     """The frontier to store. A remote database without changes keeps its stored entry, and gets no new proof."""
     now = at_cut.frontier
-    known = Frontier.from_json(at_cut.row.frontier)
+    known = at_cut.row.stored_frontier
     if known is None or decision.action not in {Action.DIFFERENTIAL, Action.NO_DATA}:
         return now
     news = {source.database for source in at_cut.sources if source.changed}

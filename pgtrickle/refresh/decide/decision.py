@@ -62,7 +62,7 @@ def decide(row: StreamTableRow, compiled: Compiled, sources: Sequence[Source], n
     elif uncaptured:
         mode, reason = RefreshMode.FULL, f"changes of {', '.join(uncaptured)} are not captured"
     polled = bool(uncaptured) or compiled.time_dependent
-    known = Frontier.from_json(row.frontier)
+    known = row.stored_frontier
     again = _must_start_over(row, sources, known, now)
     if again is not None:
         stale = tuple(

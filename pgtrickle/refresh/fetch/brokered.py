@@ -11,7 +11,7 @@ from pgtrickle.compile.shared_scan import SharedScan, change_scan
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.query.plan import Plan
 from pgtrickle.refresh.fetch.fetcher import Fetcher, FormList, arrow_type
-from pgtrickle.sites.broker import WEIGHT, Interest, SharedChanges, SharedCut
+from pgtrickle.sites.shared_cut import WEIGHT, Interest, SharedChanges, SharedCut
 
 
 def take_brokered(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import psycopg
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import SourceChangedError
 from pgtrickle.refresh.planning.compiled import Compiled

@@ -23,8 +23,8 @@ from pgtrickle.errors import PgtrickleError
 from pgtrickle.service.broker.flight import FlightServer, request_shared_cut
 from pgtrickle.service.broker.publisher import Publisher
 from pgtrickle.service.config import BrokerConfig
-from pgtrickle.sites.broker import Interest, SharedCut
 from pgtrickle.sites.remote.connections import Connections, errors_naming
+from pgtrickle.sites.shared_cut import Interest, SharedCut
 
 log = logging.getLogger("pgtrickle.broker")
 

@@ -15,7 +15,7 @@ from pyarrow import flight
 
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.service.config import BrokerConfig, is_loopback
-from pgtrickle.sites.broker import SharedChanges, SharedCut
+from pgtrickle.sites.shared_cut import SharedChanges, SharedCut
 
 if TYPE_CHECKING:
     from pgtrickle.service.broker.publisher import Publisher

@@ -23,15 +23,15 @@ import pyarrow.compute as pc
 from psycopg import sql
 from psycopg.rows import dict_row
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.compile.postgres import CHANGES_SCHEMA
 from pgtrickle.errors import PgtrickleError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.frontier.window import since
 from pgtrickle.postgres.copying import copy_out
 from pgtrickle.postgres.transactions import READ_SETTINGS, SHARED_LOCK_TIMEOUT, export, limit_cut, set_local
-from pgtrickle.sites.broker import WEIGHT, XID, SharedChanges, SharedCut, schema_type
 from pgtrickle.sites.remote.connections import Connections, check_catalog, errors_naming
+from pgtrickle.sites.shared_cut import WEIGHT, XID, SharedChanges, SharedCut, schema_type
 
 log = logging.getLogger("pgtrickle.broker")
 

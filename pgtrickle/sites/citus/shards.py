@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from psycopg import sql
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 
 # The shards that can hold some values. The hashes are Citus's own, of the values in the column's type.
 _HOLDERS = (

@@ -16,8 +16,8 @@ from pgtrickle.errors import DatabaseFailedError, SourceLockedError
 from pgtrickle.frontier.snapshot import Snapshot
 from pgtrickle.postgres.connection import is_pooled
 from pgtrickle.postgres.transactions import HURRIED_LOCK_TIMEOUT, SHARED_LOCK_TIMEOUT, limit_cut
-from pgtrickle.sites.broker import SharedCut
 from pgtrickle.sites.citus.shards import Shards, shards_here
+from pgtrickle.sites.shared_cut import SharedCut
 from pgtrickle.sites.source import ForeignSource
 
 

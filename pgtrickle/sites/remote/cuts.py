@@ -204,7 +204,7 @@ class RemoteCuts:
                 return cut
         return None
 
-    def follow(self, tables: Sequence[StreamTable], failed: Failures) -> dict[int, list[str]]:
+    def resolve_redirected(self, tables: Sequence[StreamTable], failed: Failures) -> dict[int, list[str]]:
         """Resolve foreign tables again whose options have changed: they now stand for another table.
 
         Returns the databases that these stream tables read now, by id.

@@ -17,17 +17,17 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.rows import class_row
 
-from pgtrickle.catalog.analysis import load_query
 from pgtrickle.catalog.databases import is_node
 from pgtrickle.catalog.gate import is_administrator, pass_gate
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.errors import DatabaseFailedError, PgtrickleError
-from pgtrickle.sites.broker import Brokers, Interest
 from pgtrickle.sites.failures import Failures
 from pgtrickle.sites.protocol import Interests
 from pgtrickle.sites.remote.connections import Connections, Kept, check_catalog, dsn_from, errors_naming
 from pgtrickle.sites.remote.foreign_servers import ForeignServers
 from pgtrickle.sites.remote.functions import replaced_functions
+from pgtrickle.sites.shared_cut import Brokers, Interest
 from pgtrickle.sites.source import ForeignSource
 from pgtrickle.sites.stream_tables import CutStreamTable, StreamTable, known_of
 

@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg import sql
 
 from pgtrickle.catalog.databases import is_node
+from pgtrickle.catalog.stream_table import StreamTableRow
 from pgtrickle.compile.sql_text import SHARDS
 from pgtrickle.enums import Action, RefreshMode
 from pgtrickle.errors import PgtrickleError
@@ -30,8 +31,11 @@ from pgtrickle.refresh.fetch.reader import Reader
 from pgtrickle.refresh.fetch.shared_scan import read_shared_scans
 from pgtrickle.refresh.progress import Progress
 from pgtrickle.refresh.stages import Decided, Fetched
-from pgtrickle.sites.broker import Interest
 from pgtrickle.sites.citus.shards import Shards
+from pgtrickle.sites.shared_cut import Interest
+
+if TYPE_CHECKING:
+    from pgtrickle.refresh.compute.large import LargeRefresh
 
 # Settings for printing values and reading them back; the stream table's own settings are added.
 TRANSPORT = {
@@ -49,10 +53,10 @@ class Announced:
     decided: Decided
     settings: Mapping[str, str] = field(default_factory=dict)  # for reading the sources
     fetcher: Fetcher[Any] | None = None  # of Arrow tables, or of Spark DataFrames in a large refresh; None: no reads
-    large: Any = None  # the LargeRefresh, if it is one
+    large: LargeRefresh | None = None
 
     @property
-    def row(self) -> Any:
+    def row(self) -> StreamTableRow:
         return self.decided.row
 
     @property
@@ -62,8 +66,8 @@ class Announced:
 
 
 @dataclass
-class Fetching:
-    """The reads at one cut. What several stream tables need is read once."""
+class FetchStage:
+    """The reads at one cut: `announce()` for all stream tables, then `read_together()` once, then `fetch()` for each."""
 
     conn: psycopg.Connection[Any]
     cut: Cut
@@ -164,14 +168,14 @@ class Fetching:
                 continue
             busy = [one.decided for one in announced if one.row.pgt_id in fetchers]
             try:
-                with self._ended_after(busy), self.conn.transaction(force_rollback=True):
+                with self._time_limited(busy), self.conn.transaction(force_rollback=True):
                     set_local(self.conn, medium.settings)
                     read_shared_scans(list(fetchers.values()), medium)
             except (psycopg.Error, ResultTooLargeError):
                 if self.conn.broken or self.conn.closed:
                     raise
 
-    def _ended_after(self, tables: Sequence[Decided]) -> AbstractContextManager[None]:
+    def _time_limited(self, tables: Sequence[Decided]) -> AbstractContextManager[None]:
         """A time limit for code of the tables' owner, which may not end by itself. All have the same owner."""
         if all(table.row.own for table in tables):
             return nullcontext()
@@ -208,13 +212,13 @@ class Fetching:
         if job is None or fetcher is None:
             return Fetched(decided)
         if announced.large is not None:
-            with self._blamed_on_executors(decided):
+            with self._suspended_if_terminated(decided):
                 rows_in, into_empty = announced.large.fetch(job, fetcher)
             return Fetched(decided, large=announced.large, rows_in=rows_in, into_empty=into_empty)
         medium = fetcher.medium
         assert isinstance(medium, InMemory)
         with (
-            self._ended_after([decided]),
+            self._time_limited([decided]),
             self.conn.transaction(force_rollback=True) if fetcher.missing else nullcontext(),
         ):
             if fetcher.missing:
@@ -230,7 +234,7 @@ class Fetching:
         )
 
     @contextmanager
-    def _blamed_on_executors(self, table: Decided) -> Iterator[None]:
+    def _suspended_if_terminated(self, table: Decided) -> Iterator[None]:
         """Suspend the stream table if an executor had to terminate its code."""
         from pgtrickle.spark.executors import WENT_ON
 

@@ -1,11 +1,11 @@
-"""The stage after the cut: which stream tables may be read in it, and what has happened to their sources."""
+"""What a cut shows: which stream tables may be read in it, and what has happened to their sources."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pgtrickle.catalog.analysis import load_query
+from pgtrickle.catalog.query_files import load_query
 from pgtrickle.errors import SourceLockedError
 from pgtrickle.frontier.frontier import Frontier, Reflected
 from pgtrickle.postgres.transactions import CUT_LOCK_TIMEOUT
@@ -19,20 +19,20 @@ from pgtrickle.sites.stream_tables import RemoteReading
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """The stream tables that can be read in a cut, and those whose plan was compiled for other sources."""
 
     at_cut: Sequence[AtCut]
     outdated: Sequence[AtCut]
 
 
-def look(cut: Cut, planned: Sequence[Planned], planner: Planner, progress: Progress) -> Look:
+def inspect(cut: Cut, planned: Sequence[Planned], planner: Planner, progress: Progress) -> Inspection:
     """Look at stream tables and their sources at a cut. Outdated plans are forgotten."""
     planned = _readable(cut, planned, progress)
     if not planned:
-        return Look([], [])
+        return Inspection([], [])
     meanings = planner.meanings(planned)
-    frontiers = {table.row.pgt_id: Frontier.from_json(table.row.frontier) for table in planned}
+    frontiers = {table.row.pgt_id: table.row.stored_frontier for table in planned}
     foreign = [source for table in planned for source in _reading(cut, table).sources]
     sources = changed_sources(cut, frontiers, cut.others, foreign)
     found, outdated = [], []
@@ -45,7 +45,7 @@ def look(cut: Cut, planned: Sequence[Planned], planner: Planner, progress: Progr
         else:
             planner.programs.plans.forget(table.row.pgt_id)
             outdated.append(at_cut)
-    return Look(found, outdated)
+    return Inspection(found, outdated)
 
 
 def _readable(cut: Cut, planned: Sequence[Planned], progress: Progress) -> list[Planned]:
@@ -55,13 +55,13 @@ def _readable(cut: Cut, planned: Sequence[Planned], progress: Progress) -> list[
     """
     for table in progress.failed.healthy(planned):
         view = f"q_{table.row.pgt_id}"
-        if view in cut.locked:
+        if view in cut.unavailable:
             label = table.row.label
             locked = SourceLockedError(
                 f"a table that {label} reads is locked by another session",
                 f"`pgtrickle refresh {label}` waits {CUT_LOCK_TIMEOUT} for it; a service tries again by itself.",
             )
-            progress.failed.add(cut.locked[view] or locked, [table])
+            progress.failed.add(cut.unavailable[view] or locked, [table])
     planned = progress.failed.healthy(planned)
     rows = cut.conn.execute(load_query("rights"), ([table.row.pgt_id for table in planned],)).fetchall()
     rights = {pgt_id: (problem, hidden) for pgt_id, problem, hidden in rows}
@@ -99,7 +99,7 @@ def _at_cut(cut: Cut, table: Planned, meaning: Meaning, sources: Sequence[Source
 
 def _reflected(table: Planned, cut: Cut) -> Mapping[str, Reflected]:
     """The frontier's entries for remote databases at their cuts. Databases that were not cut keep their stored ones."""
-    known = Frontier.from_json(table.row.frontier)
+    known = table.row.stored_frontier
     kept = known.databases if known is not None else {}
     found = {
         name: Reflected(cut.others[name].node, cut.others[name].snapshot, cut.others[name].proof)

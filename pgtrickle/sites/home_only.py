@@ -18,10 +18,10 @@ class HomeOnly:
 
     brokered: bool = False
 
-    def follow(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+    def follow_placements(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
         return {}
 
-    def redirect(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
+    def resolve_redirected(self, tables: Sequence[StreamTable], failed: Failures) -> Mapping[int, StreamTableRow]:
         return {}
 
     @contextmanager
