@@ -343,6 +343,17 @@ def test_a_password_is_not_stored(roles: Roles) -> None:
         assert roles.value(roles.app, "SELECT dsn FROM pgtrickle.pgt_databases") == dsn
 
 
+def test_strangers_do_not_see_the_addresses_of_cluster_nodes(roles: Roles) -> None:
+    roles.sql(
+        roles.app,
+        "INSERT INTO pgtrickle.pgt_databases (name, dsn, node, registered_by, citus_group)"
+        " VALUES ('@1', 'host=node1.internal', '1/1', 'somebody', 1)",
+    )
+    former = ("_known_nodes()", "_usable_databases()")  # of earlier releases
+    for source in (*former, "_dsn_of('@1')", "_followed_nodes()", "_node_report()", "pgt_usable_databases"):
+        assert "node1.internal" not in roles.peek(roles.mallory, f"SELECT * FROM pgtrickle.{source}"), source
+
+
 ADDRESSES = ("crm.internal", "node1.internal")
 
 _READABLE = """
