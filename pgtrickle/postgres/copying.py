@@ -21,6 +21,7 @@ from pgtrickle.postgres.formats import PARSE, conversion
 
 # The most bytes that the driver holds of what it reads over one connection. Larger reads go to Spark's executors.
 MOST_BYTES = 512 << 20
+LONGEST_ROW = 1 << 28  # bytes of one block of CSV
 SMALL_BYTES = 4 << 20  # a read of fewer bytes is done by the driver, however many it holds
 
 _held: weakref.WeakKeyDictionary[psycopg.Connection[Any], list[weakref.ref[pa.Table]]] = weakref.WeakKeyDictionary()
@@ -113,7 +114,14 @@ def copy_out(
             raise ResultTooLargeError
     if not data:
         return schema.empty_table()
-    read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), 1 << 28))
-    table = csv.read_csv(io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema))
+    read = csv.ReadOptions(column_names=schema.names, block_size=min(max(1 << 20, len(data)), LONGEST_ROW))
+    try:
+        table = csv.read_csv(
+            io.BytesIO(data), read_options=read, parse_options=PARSE, convert_options=conversion(schema)
+        )
+    except pa.ArrowInvalid as error:
+        if len(data) <= LONGEST_ROW:
+            raise
+        raise ResultTooLargeError from error  # probably a row that is longer than a block
     hold(conn, table)
     return table

@@ -41,6 +41,8 @@ _SETTINGS = {
     "spark.sql.join.preferSortMergeJoin": "false",
     "spark.log.level": "ERROR",
     "spark.driver.maxResultSize": "0",
+    # A task that runs out of memory fails, and no more: embedded executors share the JVM with everything else.
+    "spark.executor.killOnFatalError.depth": "0",
     # One text holds many small aggregations, which run in one task; each takes at least a page.
     "spark.buffer.pageSize": "1m",
 }

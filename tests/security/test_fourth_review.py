@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pyarrow as pa
 import pytest
 from sqlglot import exp
 
@@ -23,9 +24,11 @@ from pgtrickle.query.budget import OverBudget
 from pgtrickle.query.dialect import MOST_CHARACTERS, parse
 from pgtrickle.query.nondeterminism import nondeterministic_part
 from pgtrickle.refresh import verify
+from pgtrickle.refresh.apply.load import PARAMETER_BYTES, load
 from pgtrickle.refresh.engine import Engine
 from pgtrickle.refresh.fetch.fetch_stage import FetchStage
 from pgtrickle.refresh.fetch.helper_process import HelperProcesses
+from pgtrickle.spark.session import spark_session
 from tests.security.registered import registered
 from tests.security.roles import Roles, Worker
 from tests.security.test_fair_share import HOLD, KEY
@@ -278,6 +281,19 @@ def test_stream_tables_that_are_read_together_do_not_fill_the_memory(
         outcome = db.engine.attempt([roles.id_of(name) for name in (*traps, mine)], "SCHEDULE")
     assert [type(error) for error in outcome.failures.values()] == [ResultTooLargeError] * 3
     assert {result.name for result in outcome.results} == {traps[0], mine}
+
+
+def test_a_task_that_runs_out_of_memory_does_not_end_spark_for_all() -> None:
+    """One value of 280 MB was enough, and nothing was refreshed any more in any database of the service."""
+    assert spark_session().sparkContext.getConf().get("spark.executor.killOnFatalError.depth") == "0"
+
+
+def test_a_change_of_few_long_rows_is_no_parameter(roles: Roles) -> None:
+    """PostgreSQL takes 25 times its size for one."""
+    delta = pa.table({"w": ["1"], "c1": ["x" * PARAMETER_BYTES]})
+    with psycopg.connect(roles.database.direct_dsn) as conn:
+        loaded = load(conn, delta, None)
+        assert (loaded.arrays, loaded.relation) == ([], "pg_temp.pgt_delta")
 
 
 def test_a_request_to_compare_is_answered_whatever_ends_it(roles: Roles, monkeypatch: pytest.MonkeyPatch) -> None:

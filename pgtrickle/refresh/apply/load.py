@@ -16,6 +16,7 @@ from pgtrickle.postgres.formats import WRITE
 
 # Deltas up to this size are passed as a parameter, so that the refresh creates no entries in PostgreSQL's catalogs.
 PARAMETER_ROWS = 10_000
+PARAMETER_BYTES = 16 << 20
 
 
 _STAGE = "pg_temp.pgt_delta"
@@ -76,7 +77,7 @@ def load(conn: psycopg.Connection[Any], delta: Delta | None, owner: str | None) 
     if isinstance(delta, Staged):
         delta.allow(conn, owner)
         return Load([], delta.relation)
-    if delta.num_rows > PARAMETER_ROWS:
+    if delta.num_rows > PARAMETER_ROWS or delta.nbytes > PARAMETER_BYTES:
         _stage(conn, delta, owner)
         return Load([], _STAGE)
     return Load(as_arrays(delta), None)

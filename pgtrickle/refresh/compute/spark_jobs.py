@@ -76,9 +76,9 @@ def _run_text(sharers: Sequence[Sharers]) -> pa.Table:
         output = item.job.output(rows, shared)
         assert output is not None
         selects.append(_uniform(number, output, width, shared))
-    spark = spark_session()
-    relations.create(spark)
     with spark_errors():
+        spark = spark_session()
+        relations.create(spark)
         return spark.sql(" UNION ALL ".join(selects)).toArrow()
 
 
