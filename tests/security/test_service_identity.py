@@ -25,8 +25,8 @@ STAND_INS = {
     "gate": """SELECT pgtrickle._gate('import_table', $json${{"database": "@1", "definition": {definition}}}$json$)""",
     "members": """SELECT pgtrickle._gate('import_set_table', $json${{"database_set": "@1", "schema": "s", "name": "t",
         "members": ["@1"], "definition": {definition}}}$json$)""",
-    "resolved": """SELECT pgtrickle._gate('resolve_foreign_table', jsonb_build_object('source', '{table}'::regclass::oid, 'database', '@1',
-        'definition', $json${definition}$json$::jsonb))""",
+    "resolved": """SELECT pgtrickle._gate('resolve_foreign_table', jsonb_build_object(
+        'source', '{table}'::regclass::oid, 'database', '@1', 'definition', $json${definition}$json$::jsonb))""",
 }
 
 
