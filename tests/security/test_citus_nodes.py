@@ -15,6 +15,7 @@ from psycopg.types.json import Jsonb
 import pgtrickle
 from pgtrickle.embedded.server import EmbeddedServer
 from pgtrickle.errors import PgtrickleError
+from tests.security.shadows import shadows
 from tests.support.citus import Cluster, cluster, servers
 from tests.support.citus_shop import needs_citus
 from tests.support.database import APP_ROLE
@@ -236,3 +237,43 @@ def test_definer_functions_on_nodes_have_a_search_path(on_cluster: ClusterRoles)
         assert [
             name for name in without if not re.fullmatch(r"pgtrickle_changes\.capture_[0-9a-f]{16}\(\)", name)
         ] == []
+
+
+@pytest.mark.parametrize("way", ["temporary", "search path"])
+@pytest.mark.parametrize("placement", ["distributed", "plain"])
+def test_capture_on_shards_takes_no_names_of_a_writer(on_cluster: ClusterRoles, placement: str, way: str) -> None:
+    """These capture functions run with the search path of the writer."""
+    mallory = on_cluster.mallory
+    own = f"{mallory}.own"
+    on_cluster.sql(
+        mallory,
+        f"CREATE FUNCTION {mallory}.evil() RETURNS boolean LANGUAGE plpgsql SET search_path = pg_catalog AS"
+        " $$ BEGIN RAISE LOG 'evil ran as %', current_user; RETURN true; END $$",
+        f"CREATE TABLE {own} (id int PRIMARY KEY, note text)",
+        f"SELECT create_distributed_table('{own}', 'id')" if placement == "distributed" else "SELECT",
+        f"GRANT SELECT, TRIGGER ON {own} TO {APP_ROLE}",
+    )
+    with on_cluster.service() as db:
+        db.create_stream_table("public.st", f"SELECT id, note FROM {own}", st_placement="local")
+    nodes = (0, 1) if placement == "distributed" else (0,)  # connected to a worker, she writes to its shards herself
+    for node in nodes:
+        with on_cluster.connect(mallory, node) as conn:
+            conn.execute("SET citus.enable_ddl_propagation = off")
+            for statement in shadows(way, mallory):
+                conn.execute(statement.encode())
+            conn.execute(f"INSERT INTO {own} SELECT {node * 100} + i, 'x' FROM generate_series(1, 20) AS i".encode())
+            conn.execute(f"UPDATE {own} SET note = 'y' WHERE id > {node * 100 + 10}".encode())
+            conn.execute(f"DELETE FROM {own} WHERE id > {node * 100 + 15}".encode())
+    assert evil_ran_as(on_cluster) <= {mallory}
+    with on_cluster.service() as db:
+        db.refresh("public.st")
+    rows = on_cluster.rows(APP_ROLE, "SELECT id, note FROM public.st")
+    assert len(rows) == 15 * len(nodes)
+    assert rows == on_cluster.rows(mallory, f"SELECT id, note FROM {own}")
+
+
+def evil_ran_as(on_cluster: ClusterRoles) -> set[str]:
+    """The roles under which mallory.evil() ran, on any node."""
+    entry = rf"\] {on_cluster.cluster.name}\|[^|\n]*\| LOG:  evil ran as (.*)$"
+    logs = (server.log_path.read_text(errors="replace") for server in on_cluster.cluster.servers)
+    return {role for log in logs for role in re.findall(entry, log, re.MULTILINE)}

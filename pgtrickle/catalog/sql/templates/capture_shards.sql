@@ -1,7 +1,7 @@
 #variable_conflict use_column
 DECLARE
-    fits boolean;
-    context text;
+    fits pg_catalog.bool;
+    context pg_catalog.text;
 BEGIN
 {guard}    IF TG_OP OPERATOR(pg_catalog.=) 'INSERT' THEN
 {insert}    ELSIF TG_OP OPERATOR(pg_catalog.=) 'UPDATE' THEN
