@@ -207,7 +207,7 @@ def test_nobody_has_tables_of_others_captured_on_nodes(on_cluster: ClusterRoles)
     (stable,) = on_cluster.rows(alice, f"SELECT pgtrickle.stable_hash('{alice}.d')")
     columns = [{"attnum": 1, "name": "id"}, {"attnum": 2, "name": "note"}]
     arguments = {"definition": {"stable_name": stable[0], "columns": columns}}
-    for node, action in ((0, "track_shards"), (1, "track_shards"), (0, "spread")):
+    for node, action in ((0, "track_shards"), (1, "track_shards"), (0, "read_from_nodes")):
         gate = (
             f"SELECT pgtrickle._gate('{action}', %s::jsonb || jsonb_build_object('source', '{alice}.d'::regclass::oid))"
         )
