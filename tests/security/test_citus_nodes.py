@@ -216,7 +216,6 @@ def test_nobody_has_tables_of_others_captured_on_nodes(on_cluster: ClusterRoles)
 
 
 def test_definer_functions_on_nodes_have_a_search_path(on_cluster: ClusterRoles) -> None:
-    """All but those that capture shards, whose text must name everything with its schema."""
     alice = on_cluster.alice
     on_cluster.sql(
         alice,
@@ -232,17 +231,14 @@ def test_definer_functions_on_nodes_have_a_search_path(on_cluster: ClusterRoles)
                 " 'pgtrickle_views'::regnamespace)"
             ).fetchall()
         assert len(found) > 50
-        without = [name for name, config in found if '"search_path=pg_catalog, pg_temp"' not in config]
-        assert without, "the capture functions of shards"
-        assert [
-            name for name in without if not re.fullmatch(r"pgtrickle_changes\.capture_[0-9a-f]{16}\(\)", name)
-        ] == []
+        assert any(name.startswith("pgtrickle_changes.capture_") for name, _ in found)
+        assert [name for name, config in found if '"search_path=pg_catalog, pg_temp"' not in config] == []
 
 
 @pytest.mark.parametrize("way", ["temporary", "search path"])
 @pytest.mark.parametrize("placement", ["distributed", "plain"])
 def test_capture_on_shards_takes_no_names_of_a_writer(on_cluster: ClusterRoles, placement: str, way: str) -> None:
-    """These capture functions run with the search path of the writer."""
+    """Capture runs as the installing role, with a search path of its own and qualified names."""
     mallory = on_cluster.mallory
     own = f"{mallory}.own"
     on_cluster.sql(

@@ -39,7 +39,7 @@ BEGIN
         RETURN true;
     EXCEPTION WHEN lock_not_available OR deadlock_detected THEN
         IF NOT only_unused OR pgtrickle._is_unused(stable_name) THEN
-            PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._inert_body(), 'inert');
+            PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._inert_body());
         END IF;
         RETURN false;
     END;

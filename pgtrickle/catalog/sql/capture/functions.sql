@@ -168,8 +168,7 @@ AS $$
     SELECT pgtrickle._write_capture_function(
         t.source_stable_name,
         regexp_replace(p.prosrc, '(pg_stat_get_live_tuples\([^)]*\)\s+(?:>|<=|OPERATOR\(pg_catalog\.<=\))) \d+',
-                       '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'),
-        t.capture_kind)
+                       '\1 ' || pgtrickle._setting('max_buffer_rows'), 'g'))
     FROM pgtrickle.pgt_change_tracking AS t
     JOIN pg_proc AS p ON p.oid = to_regprocedure(format('pgtrickle_changes.capture_%s()', t.source_stable_name))
 $$;

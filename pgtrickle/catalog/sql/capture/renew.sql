@@ -23,8 +23,7 @@ BEGIN
                     WHEN 'shards' THEN pgtrickle._shard_capture_body(pgtrickle._local_shard_spec(
                         current_user, tracking.source_relid, pgtrickle._shard_capture_spec(tracking.source_relid)))
                     ELSE pgtrickle._capture_body(tracking.source_relid, tracking.source_stable_name,
-                                                 tracking.tracked_columns, tracking.capture_kind) END,
-                tracking.capture_kind)
+                                                 tracking.tracked_columns, tracking.capture_kind) END)
             WHERE NOT EXISTS (
                 SELECT FROM unnest(tracking.tracked_columns) AS number
                 JOIN pg_attribute AS b ON b.attrelid = tracking.buffer_relid AND b.attname = 'c' || number

@@ -15,19 +15,19 @@ BEGIN
 END
 $$;
 
--- Writes the function only if its text has changed: otherwise the plans that writers have cached stay valid. The text
--- for shards is safe with any search path of a writer.
-CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text, kind text) RETURNS boolean
+-- Writes the function only if it has changed: otherwise the plans that writers have cached stay valid.
+CREATE OR REPLACE FUNCTION pgtrickle._write_capture_function(stable_name text, body text) RETURNS boolean
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
 AS $$
 DECLARE
     capture text := 'pgtrickle_changes.capture_' || stable_name || '()';
 BEGIN
-    IF body = (SELECT prosrc FROM pg_proc WHERE oid = to_regprocedure(capture)) THEN
+    IF EXISTS (SELECT FROM pg_proc WHERE oid = to_regprocedure(capture) AND prosrc = body
+                                     AND 'search_path=pg_catalog, pg_temp' = ANY (proconfig)) THEN
         RETURN false;
     END IF;
-    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER %s AS %L', capture,
-                   CASE WHEN kind <> 'shards' THEN 'SET search_path = pg_catalog, pg_temp' END, body);
+    EXECUTE format('CREATE OR REPLACE FUNCTION %s RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER'
+                   ' SET search_path = pg_catalog, pg_temp AS %L', capture, body);
     RETURN true;
 END
 $$;
@@ -229,7 +229,7 @@ BEGIN
         PERFORM pgtrickle._drop_capture_function(tracking.source_stable_name);
     END IF;
     PERFORM pgtrickle._write_capture_function(
-        tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind), kind);
+        tracking.source_stable_name, pgtrickle._capture_body(source, tracking.source_stable_name, wanted, kind));
     IF (tracking.tracked_columns, tracking.capture_kind) IS DISTINCT FROM (wanted, kind) THEN
         UPDATE pgtrickle.pgt_change_tracking SET tracked_columns = wanted, capture_kind = kind
         WHERE source_relid = source;

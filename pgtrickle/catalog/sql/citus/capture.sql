@@ -142,9 +142,8 @@ $$;
 -- whatever was done to the table since.
 --
 -- One statement finds out that nothing is wrong, as is nearly always the case: a single-row writer pays half a
--- microsecond for every operator and function in PL/pgSQL, ten for every statement, and five for a search path, so all
--- names are qualified, those of types included: a writer's temporary schema is searched before pg_catalog. The second
--- table of a buffer is written every other turn, see _purge().
+-- microsecond for every operator and function in PL/pgSQL, and ten for every statement. The second table of a buffer
+-- is written every other turn, see _purge().
 --
 -- A missing column fails a statement when it is planned: not before the statement that compares columns has run.
 CREATE OR REPLACE FUNCTION pgtrickle._shard_capture_body(definition jsonb) RETURNS text

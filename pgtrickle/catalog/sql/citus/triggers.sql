@@ -52,7 +52,7 @@ BEGIN
         EXECUTE format('ALTER TABLE %s ADD COLUMN c%s %s', buffer, col ->> 'attnum', col ->> 'stored');
     END LOOP;
     PERFORM pgtrickle._protect(part) FROM pgtrickle._partition_tree(buffer) AS part;
-    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition), 'shards');
+    PERFORM pgtrickle._write_capture_function(stable_name, pgtrickle._shard_capture_body(definition));
     UPDATE pgtrickle.pgt_change_tracking AS t
     SET capture_kind = 'shards',
         captured_as = (SELECT jsonb_object_agg(a.attnum, a.attname) FROM pg_attribute AS a
