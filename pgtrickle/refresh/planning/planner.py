@@ -53,13 +53,14 @@ class Planner:
                 if progress.failed.of(table) is None:
                     compiled[table.row.pgt_id] = self._compile(table, self.meanings([table]), progress)
         seconds = (time.monotonic() - begin) / max(len(tables), 1)
+        made = {table.row.pgt_id for table in unknown}
         planned = []
         for table in tables:
             found = compiled[table.row.pgt_id]
             if found is not None:
                 progress.phases[table.row.pgt_id].plan = seconds
                 planned.append(Planned(table, found, table.row.pgt_id in whole))
-                progress.reached("plan", table, cached=table not in unknown)
+                progress.reached("plan", table, cached=table.row.pgt_id not in made)
         return planned
 
     def meanings(self, tables: Sequence[StreamTable]) -> dict[int, Meaning]:
