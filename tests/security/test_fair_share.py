@@ -38,8 +38,9 @@ def test_requests_of_one_owner_do_not_take_all_workers(roles: Roles) -> None:
         with running_service(roles.database.dsn, roles.database.name) as service:
             roles.sql(mallory, *(f"SELECT pgtrickle.refresh_stream_table('{trap}')" for trap in traps))
             until(lambda: roles.value(roles.app, running) >= service.pool.size - 1)
-            roles.sql(alice, f"INSERT INTO {alice}.orders VALUES (900, 'k1', 1)")
+            roles.sql(alice, f"INSERT INTO {alice}.orders VALUES (900, 'k1', -1)")
             roles.sql(alice, f"CALL pgtrickle.wait_until_fresh('{mine}', '15 seconds')")
+            assert roles.rows(alice, f"SELECT id, amount FROM {mine}") == [(900, -1)]
             # Once alice's job has ended: those of mallory are held, so they would still run on all workers.
             until(lambda: roles.value(roles.app, running) == service.pool.size - 1)
             holder.execute("SELECT pg_advisory_unlock(%s)", (KEY,))
